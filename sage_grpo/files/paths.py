@@ -1,4 +1,4 @@
-"""Paths that a user names: whether they can be used, said before work begins, and in a sentence that names the flag."""
+"""Paths that a user names: checked before work begins, with errors that name the flag."""
 
 import os
 from pathlib import Path
@@ -9,11 +9,9 @@ SHOWN = 120  # characters of a path in a message
 
 
 def is_too_long(path: str | Path) -> bool:
-    """Whether no file system takes this path."""
-    parts = os.fsencode(path).split(b"/")
-    return (
-        max(map(len, parts)) > MAX_NAME_BYTES or sum(map(len, parts)) + len(parts) > MAX_PATH_BYTES
-    )
+    """Whether the path is longer than file systems allow."""
+    sizes = [len(part) for part in os.fsencode(path).split(b"/")]
+    return max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES
 
 
 def shown(path: str | Path) -> str:

@@ -59,8 +59,8 @@ def model_card(
     layout = layout or ("lora" if recipe["use_lora"] else "checkpoint")
     lora = layout == "lora" or (layout == "comfyui" and recipe["use_lora"])
     files: dict[str, str | bytes] = {}
-    steps = column(run.rewards, "step")
-    rewards = column(run.rewards, "reward/total")
+    steps = column(run.iteration_lines, "step")
+    rewards = column(run.iteration_lines, "reward/total")
     known = np.isfinite(rewards)
     if known.sum() > 1:
         files["curves.png"] = curve(steps[known], rewards[known])

@@ -1,6 +1,6 @@
 """A run as the diagnosis sees it: its settings, and the measurements that several rules share.
 
-Shapes: N logged iterations, T denoising steps. What a run did not record is NaN.
+Shapes: N iterations with all metrics, T denoising steps. What a run did not record is NaN.
 """
 
 import math
@@ -67,7 +67,7 @@ class Case:
 
     def values(self, key: str) -> np.ndarray:
         """The finite values of a metric."""
-        values = column(self.run.train, key)
+        values = column(self.run.full_lines, key)
         return values[np.isfinite(values)]
 
     def mean(self, key: str) -> float:
@@ -82,7 +82,7 @@ class Case:
         if len(values) < MIN_FOR_LATE - 1:
             return math.nan, math.nan
         early = values[:MIN_FOR_TREND]
-        late = values[-MIN_FOR_TREND // 2 :]
+        late = values[-(MIN_FOR_TREND // 2) :]
         return float(np.median(early)), float(np.median(late))
 
     def schedule(self, key: str) -> np.ndarray:
@@ -92,7 +92,7 @@ class Case:
     @cached_property
     def rescorings(self) -> list[Line]:
         """The lines of iterations and validations in which a few clips were scored again."""
-        lines = [*self.run.train, *self.run.validations]
+        lines = [*self.run.full_lines, *self.run.validations]
         return [line for line in lines if "signal/rescoring" in line]
 
     def rescoring(self, key: str) -> float:
@@ -105,7 +105,7 @@ class Case:
 
     def iteration_of_line(self, count: int) -> int:
         """The iteration that writes the `count`th line of training metrics."""
-        missing = max(0, count - len(self.run.train))
+        missing = max(0, count - len(self.run.full_lines))
         return self.run.iterations + missing * self.config.log_interval
 
     @property
@@ -160,8 +160,8 @@ class Case:
     @cached_property
     def training_slope(self) -> Interval:
         """Change of the training reward per iteration."""
-        steps = column(self.run.train, "step")
-        rewards = column(self.run.train, "reward/total")
+        steps = column(self.run.full_lines, "step")
+        rewards = column(self.run.full_lines, "reward/total")
         known = np.isfinite(rewards)
         if known.sum() < MIN_FOR_TREND:
             return interval([])
@@ -218,7 +218,7 @@ class Case:
         if not validations:
             return math.nan
         next_step = validations[0]["step"] + 1
-        iterations = [line for line in self.run.train if line["step"] == next_step]
+        iterations = [line for line in self.run.full_lines if line["step"] == next_step]
         if not iterations:
             return math.nan
 
@@ -251,8 +251,8 @@ class Case:
         clips = self.trained_clips * c.gradient_accumulation_steps
         pairs = clips * trained.sum(1) / c.updates_per_rollout
 
-        weight = column(self.run.train, "kl/coef") * c.dual_kl_moving_weight
-        advantage_size = column(self.run.train, "signal/advantage_size")
+        weight = column(self.run.full_lines, "kl/coef") * c.dual_kl_moving_weight
+        advantage_size = column(self.run.full_lines, "signal/advantage_size")
         advantage_size = np.where(advantage_size > 0, advantage_size, 1.0)  # 1: not recorded
         pull = weight * np.sqrt(pairs * kl_square / np.maximum(policy_square, 1e-30))
         pull /= advantage_size

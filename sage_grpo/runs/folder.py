@@ -62,9 +62,8 @@ class RunFolder:
         self.tracker: Tracker | None = None
         self.page = PageProcess(self.path)
         self.gallery = Gallery(self.path, config.rollout_videos)
-        self.report_module: str | None = (
-            None  # program that writes report.html; the caller names it
-        )
+        # program that writes report.html; the caller names it
+        self.report_module: str | None = None
         self.last_finding = ""  # name of the first finding, as last printed
 
         self._replaces = config.overwrite and not config.resume_from_checkpoint

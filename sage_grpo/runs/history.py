@@ -8,7 +8,7 @@ validations, or both:
 
 Readers get the series since the last break, so no comparison crosses one; earlier series are only drawn.
 
-Shapes: N logged iterations, T denoising steps. A null in the file becomes NaN.
+Shapes: N iterations with all metrics, T denoising steps. A null in the file becomes NaN.
 """
 
 import json
@@ -65,15 +65,16 @@ class RunError(ConfigError):
 class RunHistory:
     folder: Path
     starts: list[Line]  # the "run" lines: the start and each resume
-    train: list[Line]  # one line per logged iteration, in order, since the last break
+    # iterations since the last break, in order, with all metrics: one of every `log_interval`
+    full_lines: list[Line]
     validations: list[Line]  # by iteration, since the last break
-    # iterations since the last break of which only the reward was kept
-    unlogged: list[Line] = field(default_factory=list)
+    # the iterations between them, with the metrics of the reward alone
+    reward_only_lines: list[Line] = field(default_factory=list)
     breaks: list[Line] = field(default_factory=list)  # where a series ended, in order
     limits: Line = field(default_factory=dict)  # what samples can reach at best
-    # series that ended, as `train`, `rewards` and `validations`
-    earlier_train: list[list[Line]] = field(default_factory=list)
-    earlier_rewards: list[list[Line]] = field(default_factory=list)
+    # series that ended, as `full_lines`, `iteration_lines` and `validations`
+    earlier_full_lines: list[list[Line]] = field(default_factory=list)
+    earlier_iteration_lines: list[list[Line]] = field(default_factory=list)
     earlier_validations: list[list[Line]] = field(default_factory=list)
 
     @property
@@ -82,23 +83,27 @@ class RunHistory:
         return {**self.limits, **self.starts[-1]} if self.starts else {}
 
     @cached_property
-    def rewards(self) -> list[Line]:
-        """A line per iteration, in order: all have the metrics of the reward, some have all others too."""
-        return _in_order([*self.train, *self.unlogged])
+    def iteration_lines(self) -> list[Line]:
+        """One line per iteration since the last break, in order; some have the metrics of the reward alone."""
+        return _in_order([*self.full_lines, *self.reward_only_lines])
 
     @property
-    def all_rewards(self) -> list[Line]:
-        """The lines of all series: for failures, which need no yardstick."""
-        return [line for series in (*self.earlier_rewards, self.rewards) for line in series]
+    def all_iteration_lines(self) -> list[Line]:
+        """One line per iteration of all series: for counts of failures, which need no yardstick."""
+        return [
+            line
+            for series in (*self.earlier_iteration_lines, self.iteration_lines)
+            for line in series
+        ]
 
     @property
-    def all_train(self) -> list[Line]:
-        """Logged iterations of all series: for costs, which need no yardstick."""
-        return [line for series in (*self.earlier_train, self.train) for line in series]
+    def all_full_lines(self) -> list[Line]:
+        """The lines with all metrics, of all series: for costs, which need no yardstick."""
+        return [line for series in (*self.earlier_full_lines, self.full_lines) for line in series]
 
     @property
     def iterations(self) -> int:
-        lines = self.all_rewards
+        lines = self.all_iteration_lines
         return lines[-1]["step"] if lines else 0
 
     def until(self, step: int) -> "RunHistory":
@@ -109,13 +114,13 @@ class RunHistory:
             current = parts[_count(name, breaks)]
             return [line for line in current if line["step"] <= step]
 
-        rewards = series("train", [*self.earlier_rewards, self.rewards])
+        iteration_lines = series("train", [*self.earlier_iteration_lines, self.iteration_lines])
         return RunHistory(
             self.folder,
             self.starts,
-            train=[line for line in rewards if line["kind"] == "train"],
+            full_lines=[line for line in iteration_lines if line["kind"] == "train"],
             validations=series("validation", [*self.earlier_validations, self.validations]),
-            unlogged=[line for line in rewards if line["kind"] == "reward"],
+            reward_only_lines=[line for line in iteration_lines if line["kind"] == "reward"],
             breaks=breaks,
             limits=self.limits,
         )
@@ -128,7 +133,9 @@ class RunHistory:
     @property
     def scores(self) -> list[str]:
         """Names of the reward's scores, such as VQ, in file order."""
-        keys = dict.fromkeys(key for line in (*self.rewards, *self.validations) for key in line)
+        keys = dict.fromkeys(
+            key for line in (*self.iteration_lines, *self.validations) for key in line
+        )
         names = [key.removeprefix("reward/") for key in keys if key.startswith("reward/")]
         return [
             name for name in names if name not in RESERVED_NAMES and not name.endswith("_stderr")
@@ -142,7 +149,7 @@ class RunHistory:
 
     def has(self, key: str) -> bool:
         """Whether the metric has a value in training."""
-        return bool(np.isfinite(column(self.rewards, key)).any())
+        return bool(np.isfinite(column(self.iteration_lines, key)).any())
 
     def measured(self, key: str) -> bool:
         """Whether the metric has a value in training or in validation."""
@@ -150,7 +157,7 @@ class RunHistory:
 
     def grid(self, key: str) -> np.ndarray:
         """A metric by iteration and denoising step, (N, T); T is 0 if no line has it."""
-        rows = [numbers((line.get("per_step") or {}).get(key), key) for line in self.train]
+        rows = [numbers((line.get("per_step") or {}).get(key), key) for line in self.full_lines]
         steps = max(map(len, rows), default=0)
         grid = np.full((len(rows), steps), math.nan)
         for i, row in enumerate(rows):
@@ -232,23 +239,24 @@ def read_run(folder: Path) -> RunHistory:
                 count = 1 + _count(SERIES_OF[name], breaks)
                 series[name] = [_until(step, lines) for lines in parts[:count]]
 
-    train, unlogged, validations = (
+    full, reward_only, validations = (
         [list(lines.values()) for lines in series[kind]] for kind in SERIES_OF
     )
-    if not (starts or any(map(any, (train, unlogged, validations)))):
+    has_results = any(lines for parts in (full, reward_only, validations) for lines in parts)
+    if not starts and not has_results:
         raise RunError(f"{path} holds no metrics yet")
     return RunHistory(
         folder,
         starts,
-        train=train[-1],
+        full_lines=full[-1],
         validations=validations[-1],
-        unlogged=unlogged[-1],
+        reward_only_lines=reward_only[-1],
         breaks=breaks,
         limits=limits,
-        earlier_train=train[:-1],
-        earlier_rewards=[
+        earlier_full_lines=full[:-1],
+        earlier_iteration_lines=[
             _in_order([*logged, *others])
-            for logged, others in zip(train[:-1], unlogged[:-1], strict=True)
+            for logged, others in zip(full[:-1], reward_only[:-1], strict=True)
         ],
         earlier_validations=validations[:-1],
     )
@@ -270,7 +278,7 @@ def yardstick_changes(
         return None
     before = known[-1]["yardstick"]
     results = {
-        "train": (*run.earlier_rewards, run.rewards),
+        "train": (*run.earlier_iteration_lines, run.iteration_lines),
         "validation": (*run.earlier_validations, run.validations),
     }
     after = json.loads(json.dumps(yardstick))

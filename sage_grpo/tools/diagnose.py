@@ -24,7 +24,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 answer_early(__name__, parse_arguments)
 
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.plugins import is_trusted
 from sage_grpo.runs.case import MIN_FOR_LATE, MIN_FOR_TREND, Case
 from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
@@ -33,9 +33,8 @@ from sage_grpo.tools.plan.calibration import GPU_MODELS
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import times
 
-LARGE = (
-    1e9  # parameters; smaller models wait for kernel launches, whose time the planner does not know
-)
+# parameters; smaller models wait for kernel launches, whose time the planner does not know
+LARGE = 1e9
 DIRECTIONS = {
     1: "The reward rises.",
     0: "The reward is flat.",
@@ -95,7 +94,7 @@ def duration(seconds: float) -> str:
 
 def waiting_for(case: Case) -> str:
     """What is needed to judge the run, and when it is there; empty if everything could be judged."""
-    logged = len(case.run.train)
+    logged = len(case.run.full_lines)
     is_directed = case.direction is not None
     if is_directed and logged >= MIN_FOR_LATE:
         return ""
@@ -148,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_too_early = bool(waiting_for(case))
 
     for sentence in run.break_sentences:
-        print(plain(sentence))
+        print(terminal_text(sentence))
     print(verdict)
     for number, finding in enumerate(findings, 1):
         panel = finding.rule.panel

@@ -1,7 +1,7 @@
 """Compares systems clip by clip, same prompt and seed: the start and end of a run, several runs, or checkpoints.
 
-Every ± is half of the 95 % interval of a mean, by Student's t. A verdict needs `MIN_PAIRS` pairs. The total reward is the
-sum that training maximizes, with the run's reward_weights; the paper's Overall is VQ + MQ + TA without weights.
+Every ± is half of the 95 % interval of a mean, by Student's t. A verdict needs `MIN_PAIRS` pairs. The total reward is
+the sum that training maximizes, with the run's reward_weights; the paper's Overall is VQ + MQ + TA without weights.
 """
 
 import math

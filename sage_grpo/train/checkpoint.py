@@ -36,7 +36,7 @@ from sage_grpo.train.state import COUNTERS, TrainState
 
 STATE_FILE = "trainer/state.json"
 # flags that only say where and how a run starts
-PLACES = (
+LOCATION_FLAGS = (
     "output_dir",
     "overwrite",
     "resume_from_checkpoint",
@@ -217,6 +217,6 @@ def _compare(
 def plain_config(config: Config) -> dict[str, Any]:
     """The configuration after a JSON round trip, without flags that only say where and how a run starts."""
     values = dataclasses.asdict(config)
-    for name in PLACES:
+    for name in LOCATION_FLAGS:
         del values[name]
     return json.loads(json.dumps(values))

@@ -7,8 +7,8 @@ from PIL import Image, ImageFont
 from sage_grpo.runs.media import (
     GAP,
     LABEL_HEIGHT,
-    MAX_SIDE,
     MARGIN,
+    MAX_SIDE,
     contact_sheet,
     fitted,
     read_mp4,

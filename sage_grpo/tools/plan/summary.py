@@ -75,7 +75,7 @@ def setting_lines(plan: Plan) -> list[str]:
         f"{plan.trained.total / 1e6:,.0f} M trained"
     )
 
-    text_tokens = plan.tokens - plan.latents - plan.model.image
+    text_tokens = plan.tokens - plan.latent_positions - plan.model.image
     image = f" and {plan.model.image} of an image" if plan.model.image else ""
     clip = (
         f"{c.num_frames} frames of {c.height} x {c.width}: {plan.tokens:,} tokens, "
@@ -236,7 +236,7 @@ def verdict_lines(plan: Plan, gpu_bytes: float, changes: Sequence[Change]) -> li
         return [
             *lines,
             f"  No flags and no {MAX_GPUS} GPUs of {gpu_bytes / GB:g} GB make it fit: "
-            "take a card with more memory, or a smaller model.",
+            "use a GPU with more memory, or a smaller model.",
         ]
     lines.append("These together make it fit, with the peak after each:")
     for change in changes:

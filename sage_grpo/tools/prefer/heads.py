@@ -20,9 +20,8 @@ from sage_grpo.rewards.videoalign.folder import DIMENSIONS
 
 STRENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 FOLDS = 5
-MIN_SPREAD = (
-    1e-3  # of a feature, relative to the mean spread; below it a feature counts as constant
-)
+# of a feature, relative to the mean spread; below it a feature counts as constant
+MIN_SPREAD = 1e-3
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Heads can only weigh features that the base has; an adapter makes new ones. Training starts from fitted heads
 (`heads.py`): gradients through a head that knows nothing of the answers would first spoil the features (Kumar et al.,
 2022). A fifth of the prompts to learn from decides after how many epochs to stop; after none, if an adapter does not
-help. What is written is trained on all answers for as many. Scores of dimensions nobody was asked about are held where
-the base has them: an adapter changes the features of all three.
+help. The written reward is then trained on all answers for that many epochs. Scores of dimensions that no question
+asked about are held at the values of the base: an adapter changes the features of all three.
 
 Shapes: P comparisons, N clips, D hidden features.
 """
@@ -253,7 +253,7 @@ class LoraLearner:
         self.losses: dict[int, float] = {}  # on left-out prompts, by epoch
 
     def new_fit(self, comparisons: Comparisons) -> AdapterFit:
-        """Of the base, loaded again: a fit ends in merged weights."""
+        """A new fit on a freshly loaded base: each fit ends by merging its adapter into the weights."""
         self.clips.reward = self.open_reward()
         head = self.first_head(comparisons)
         return AdapterFit(

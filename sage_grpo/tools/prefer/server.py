@@ -142,7 +142,8 @@ class Labeling:
     def video(self, trial: Trial, side: str) -> bytes:
         """The clip on one side of a trial, as large as the other one."""
         pair = self.study.pairs[trial.pair]
-        index = (side == RIGHT) != trial.swapped  # of the clip in its pair
+        shows_second = side == LEFT if trial.swapped else side == RIGHT
+        index = 1 if shows_second else 0  # of the clip in its pair
         paths = [clip_path(self.answers.path, self.study.clips[clip]) for clip in pair]
         size = equal_size(*(path.stat().st_size for path in paths))
         return padded(paths[index].read_bytes(), size)

@@ -19,7 +19,7 @@ from sage_grpo.intervals import student_95
 
 MANY_RATERS = 8  # from which on they are a sample of all raters
 Z_POWER = 0.8416  # normal quantile of 80 % power
-MAX_PAIRS = 1_000_000  # "no number of pairs decides this"
+MAX_PAIRS = 1_000_000  # beyond it, the comparison counts as undecidable
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def _wilson(mean: float, count: float, quantile: float) -> tuple[float, float]:
 
 
 def more_pairs(result: Share) -> int | None:
-    """Answers beyond those given that decide a share which stays as it is, with 80 % power; None: no number does.
+    """Answers beyond those given that decide a share which stays as it is, with 80 % power.
 
-    0 if it is decided already. The variance falls with the number of answers.
+    0 if it is decided already; None if no feasible number decides it. The variance falls with the number of answers.
     """
     if result.decided:
         return 0

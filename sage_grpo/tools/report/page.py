@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sage_grpo.config.fields import ConfigError
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.files.foreign import check_regular, replace_text
 from sage_grpo.files.json_files import printable
 from sage_grpo.intervals import MIN_PAIRS
@@ -77,7 +77,7 @@ def print_summary(folder: Path) -> None:
     try:
         run = read_run(folder)
         for sentence in run.break_sentences:
-            print(plain(sentence))
+            print(terminal_text(sentence))
         clips = before_after(run)
         if clips:
             shown = [aligned(table.rows) for table in tables(compared(clips, total=True))]
@@ -167,14 +167,14 @@ def tiles(run: RunHistory) -> list[Tile]:
     if run.has("time/total"):
         shown.append(Tile(f"{training_minutes(run):.3g} min", "in iterations"))
     if run.has("memory/peak_gb"):
-        peak = np.nanmax(column(run.all_train, "memory/peak_gb"))
+        peak = np.nanmax(column(run.all_full_lines, "memory/peak_gb"))
         shown.append(Tile(f"{peak:.3g} GB", "peak memory"))
     return shown
 
 
 def training_minutes(run: RunHistory) -> float:
     """Logged iterations, which alone have gold, stand for the others."""
-    lines = run.all_train
+    lines = run.all_full_lines
     total = np.nansum(column(lines, "time/total"))
     gold = np.nansum(column(lines, "time/gold"))
     seconds = run.iterations / len(lines) * (total - gold) + gold
@@ -275,13 +275,13 @@ def failures(run: RunHistory) -> str:
         ("groups without spread", "reward/flat_groups"),
     ):
         if run.has(metric):
-            counts.append(f"{np.nansum(column(run.all_rewards, metric)):.0f} {name}")
+            counts.append(f"{np.nansum(column(run.all_iteration_lines, metric)):.0f} {name}")
     if run.has("policy/skipped_updates"):  # counted from the start of the run
-        skipped = np.nanmax(column(run.all_train, "policy/skipped_updates"))
+        skipped = np.nanmax(column(run.all_full_lines, "policy/skipped_updates"))
         counts.append(f"{skipped:.0f} skipped updates")
 
     text = f"Over the whole run: {', '.join(counts)}." if counts else ""
-    errors = [line["reward/error"] for line in run.all_rewards if line.get("reward/error")]
+    errors = [line["reward/error"] for line in run.all_iteration_lines if line.get("reward/error")]
     if errors:
         text += f" The first error of a reward: {errors[0]}"
     return text.strip()

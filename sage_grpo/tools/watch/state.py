@@ -64,7 +64,7 @@ class Watched:
         known = self.last.get(run, {})
         try:
             known = self.read(run)
-        except Exception as error:  # whatever a folder of others, or a broken one, makes of itself
+        except Exception as error:  # a damaged or foreign run folder can raise anything
             problem = printable(error) or type(error).__name__
             if not run.is_dir():
                 problem = "the run folder is gone"
@@ -194,10 +194,10 @@ def _without(text: str, run: Path) -> str:
 
 def training_curves(history: RunHistory) -> list[dict[str, Any]]:
     """Metrics by iteration, with a running mean and its 95 % interval."""
-    steps = column(history.rewards, "step")  # of all iterations; some have the reward alone
+    steps = column(history.iteration_lines, "step")  # of all iterations; some have the reward alone
     curves = []
     for title, metric in TRAINING.items():
-        values = column(history.rewards, metric)
+        values = column(history.iteration_lines, metric)
         known = np.isfinite(values)
         if known.sum() > 1:
             curves.append(running_curve(title, steps[known], values[known]))
@@ -249,7 +249,7 @@ def validation_curves(history: RunHistory) -> list[dict[str, Any]]:
 
 def phases(history: RunHistory) -> list[dict[str, Any]]:
     """Seconds of each phase of an iteration, means over the last WINDOW logged ones."""
-    recent = history.train[-WINDOW:]
+    recent = history.full_lines[-WINDOW:]
     seconds: dict[str, float] = {}
     for name in _time_names(recent):
         values = column(recent, name)
