@@ -87,7 +87,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
         seed = seed_of(args, request)
         latents = sampler.sample(request, seed, number)
         if not ranks.leader:
-            continue  # it has helped with the velocities; the clip is decoded once
+            continue  # this rank only helped to compute velocities; the clip is decoded once
         (clip,) = backbone.decode(latents).cpu()
 
         sampling = sampler.samplings[request.index]
@@ -108,7 +108,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
         print(f"wrote {len(rows)} {noun} and {sheet}")
 
 
-# What is asked for
+# Requests and weights
 
 
 def read_prompts(args: argparse.Namespace) -> list[Request]:

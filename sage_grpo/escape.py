@@ -22,7 +22,7 @@ def markdown(text: Any) -> str:
 def without_folders(value: Any, is_path: bool = False) -> Any:
     """A setting whose paths are reduced to their last part: folders name users, machines and projects.
 
-    is_path: whether a text is a path even if it does not look like one, as relative paths do not.
+    is_path: treat text as a path even if it does not look like one, as relative paths do not.
     """
     if isinstance(value, dict):
         return {key: without_folders(part, is_path) for key, part in value.items()}

@@ -1,4 +1,4 @@
-"""The command line of every program: flags are not abbreviated, wrong input is answered with one sentence."""
+"""The command line of every program: flags are not abbreviated, and a user error is one sentence."""
 
 import argparse
 import difflib
@@ -32,9 +32,9 @@ def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags in full, with hyphens or underscores; what is wrong with them is a ConfigError, one sentence."""
+    """Accepts unabbreviated flags, with hyphens or underscores; an error is a ConfigError of one sentence."""
 
-    instead: Mapping[str, str] = {}  # flag that others have -> what does the same here
+    instead: Mapping[str, str] = {}  # flag that users may expect -> what to use instead
 
     def __init__(self, program: str, about: str, **kwargs: Any) -> None:
         super().__init__(

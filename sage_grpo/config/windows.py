@@ -18,10 +18,10 @@ class WindowForm:
     kind: str  # "all", "random" or "slide"
     size: int | None = None  # denoising steps of a window; None: every step that can explore
     every: int = DEFAULT_EVERY  # iterations after which a sliding window advances by one step
-    # each group of clips has a window of its own; else all of an iteration share one
+    # whether each group of clips has its own window; otherwise all groups of an iteration share one
     per_group: bool = True
     last_step: bool = True  # whether the last denoising step may explore
-    # whether windows do not overlap, so that all steps explore equally often; random ones alone can
+    # random windows only: whether they do not overlap, so that all steps explore equally often
     even: bool = False
 
     @property
@@ -39,7 +39,7 @@ def parse_window(text: str) -> WindowForm:
     first step.
 
     After the numbers, `all_but_last` keeps the last step, whose noise would stay in the clip, out of all windows.
-    `even` draws a random window among those that do not overlap: else steps near both ends are in fewer of them.
+    With `even`, the windows to draw from do not overlap; otherwise steps near both ends are in fewer of them.
     """
     name, *parts = text.split(":")
     if not parts and name in ("all", ALL_BUT_LAST):

@@ -15,11 +15,8 @@ NUM_BLOCKS = 64
 BLOCK = 1 << 20  # bytes
 SAMPLE = 4096  # bytes of a tensor, at its start and in its middle
 MAX_HEADER = 100 << 20  # bytes that safetensors allows
-CONVERTED = (
-    ".pth",
-    ".pt",
-    ".bin",
-)  # files that are read once, to make a safetensors file beside them
+# suffixes of files that are read once, to make a safetensors file beside them
+CONVERTED = (".pth", ".pt", ".bin")
 
 
 def text_fingerprint(text: str) -> str:
@@ -60,7 +57,7 @@ def file_fingerprint(path: Path, blocks: int = NUM_BLOCKS, block_size: int = BLO
 def _sampled(
     path: Path, blocks: int, block_size: int, size: int, mtime_ns: int, inode: int
 ) -> bytes:
-    """As long as its last arguments are those of the file, it need not be read again."""
+    """The hash; cached by size, modification time and inode, so an unchanged file is read once."""
     spacing = max(block_size, -(-size // blocks))  # rounded up
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

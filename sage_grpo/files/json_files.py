@@ -24,7 +24,7 @@ KINDS = {
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would block
         raise FileNotFoundError(f"{path} is missing; download that folder again")
     try:
         values = json.loads(path.read_bytes())
@@ -77,7 +77,7 @@ def _is_kind(value: Any, kind: type) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn whatever other packages raise about a file's content into one line that names the file."""
+    """Turn any error that other packages raise about a file's content into one line that names the file."""
     try:
         yield
     except Exception as error:  # anything from KeyError to classes of those packages

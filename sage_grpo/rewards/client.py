@@ -41,7 +41,7 @@ def read_token() -> str:
 
 
 def read_json(text: bytes | bytearray) -> Any:
-    """Parse JSON; RemoteError if it is none."""
+    """Parse JSON; RemoteError if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -50,7 +50,7 @@ def read_json(text: bytes | bytearray) -> Any:
 
 @dataclass(frozen=True)
 class Response:
-    """A response as it came."""
+    """A response, not yet checked."""
 
     status: int
     body: bytes
@@ -81,7 +81,7 @@ class ServerClient:
     def _ask_in_time(
         self, method: str, path: str, parts: Sequence[bytes | memoryview] = ()
     ) -> dict[str, Any]:
-        """`_ask` with a deadline for everything together: a server may send byte after byte, each of them in time."""
+        """`_ask` with an overall deadline: a server that sends a byte at a time never exceeds the read timeout."""
         try:
             return within(self.start_timeout, self._ask, method, path, parts)
         except TimeoutError as error:

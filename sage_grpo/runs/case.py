@@ -17,8 +17,8 @@ from sage_grpo.intervals import Interval, interval, student_95
 from sage_grpo.runs.clips import Clip, Pair, pair_clips, read_validations
 from sage_grpo.runs.history import Line, RunHistory, column, numbers, text_of
 
-MIN_FOR_TREND = 8  # iterations or updates before which nothing is said about a trend
-# logged iterations before which early and late ones are not compared
+MIN_FOR_TREND = 8  # iterations or updates needed for a statement about a trend
+# logged iterations needed to compare late ones with early ones
 MIN_FOR_LATE = 2 * MIN_FOR_TREND + 1
 
 
@@ -101,7 +101,7 @@ class Case:
         values = values[np.isfinite(values)]
         return math.sqrt(np.square(values).mean()) if len(values) else math.nan
 
-    # how much is there to judge by?
+    # is there enough data to judge?
 
     def iteration_of_line(self, count: int) -> int:
         """The iteration that writes the `count`th line of training metrics."""

@@ -60,7 +60,7 @@ class Finding:
 
 
 def settings_in(remedy: str) -> dict[str, str]:
-    """Values by flag that a remedy advises, such as `--compile False`; resuming is no setting but a step to take."""
+    """Values by flag that a remedy advises, such as `--compile False`; resuming is an action, not a setting."""
     values = {}
     for flag, word in re.findall(r"--(\w+) ([\w.-]+)", remedy):
         if flag in FIELDS and flag != "resume_from_checkpoint":
@@ -249,7 +249,7 @@ def reward_depends_on_its_call(case: Case) -> str | None:
     "wrong anchor",
     cause="The KL pulls the policy toward weights other than those it had when the anchor was due.",
     remedy=(
-        "--resume_from_checkpoint last_good; check --update_ref_model_step and whatever loads or copies weights."
+        "--resume_from_checkpoint last_good; check --update_ref_model_step and all code that loads or copies weights."
     ),
     panel="KL",
 )

@@ -107,7 +107,7 @@ class RunHistory:
         return lines[-1]["step"] if lines else 0
 
     def until(self, step: int) -> "RunHistory":
-        """The series to which iteration `step` belongs, as it was then."""
+        """The run as it was at iteration `step`, in the series to which that iteration belongs."""
         breaks = [line for line in self.breaks if line["step"] < step]
 
         def series(name: str, parts: Sequence[Sequence[Line]]) -> list[Line]:
@@ -196,7 +196,7 @@ def text_of(file: Path) -> str:
 
 @contextmanager
 def about(*folders: Path) -> Iterator[None]:
-    """Context of work on run folders: an error that numbers in them cause names the folders."""
+    """Context of work on run folders: errors caused by the numbers in them name the folders."""
     try:
         yield
     except (ConfigError, Refused):  # these name their file
@@ -233,7 +233,7 @@ def read_run(folder: Path) -> RunHistory:
                     series[name].append({})
         else:
             starts.append(line)
-            # a resume repeats iterations: what an earlier start wrote after this one is void
+            # a resume repeats iterations: lines that an earlier start wrote after this one are void
             breaks = [earlier for earlier in breaks if earlier["step"] <= step]
             for name, parts in series.items():
                 count = 1 + _count(SERIES_OF[name], breaks)
@@ -268,10 +268,10 @@ def read_run(folder: Path) -> RunHistory:
 def yardstick_changes(
     run: RunHistory, step: int, yardstick: Mapping[str, Mapping[str, Any]]
 ) -> Line | None:
-    """Why results of a run that continues after iteration `step` are not comparable with those it has: a "break" line.
+    """A "break" line if results after iteration `step` will not be comparable with those so far; otherwise None.
 
-    yardstick: by series, what two results must share. None if it is that of the last start that led to `step`, or if
-    the run has no results yet that it could break.
+    yardstick: by series, what two results must share. There is no break if the last start that led to `step` had the
+    same yardstick, or if the run has no results yet.
     """
     known = [line for line in run.starts if line["step"] <= step and line.get("yardstick")]
     if not known:

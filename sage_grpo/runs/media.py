@@ -1,4 +1,4 @@
-"""Clips as files to look at: mp4 and contact sheets. A clip is uint8 (F, H, W, 3)."""
+"""Clips as viewable files: mp4 and contact sheets. A clip is uint8 (F, H, W, 3)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ FONT_SIZE = 13
 
 
 def write_mp4(path: Path, clip: Tensor, fps: int, quality: int = 9) -> None:
-    """Write H.264, near-lossless unless told another quality, up to 10.
+    """Write H.264, near-lossless by default. quality: up to 10.
 
     Tiny clips are magnified: players and chroma subsampling need some pixels.
     """

@@ -1,4 +1,4 @@
-"""Metrics as they are written: to RUN/metrics.jsonl, TensorBoard and wandb. A full disk never stops a run."""
+"""Writes metrics to RUN/metrics.jsonl, TensorBoard and wandb. A full disk never stops a run."""
 
 import json
 import os

@@ -179,7 +179,7 @@ class Verdict:
 
     @property
     def is_blind(self) -> bool:
-        """Whether the total ignores the prompt, which is a fault or, as with aesthetic rewards, meant so."""
+        """Whether the total ignores the prompt, which is a fault, or intended, as in aesthetic rewards."""
         return self.score == TOTAL and self.edit == WRONG_PROMPT and self.mark == "same"
 
     @property
@@ -212,7 +212,7 @@ def give_verdicts(scores: Scores, drawn: bool) -> list[Verdict]:
 
 
 def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
-    """Sentences about what is wrong, what may be meant so, what is only weak, and what too few clips leave unclear."""
+    """Sentences about what is wrong, what may be intended, what is only weak, and what too few clips leave unclear."""
     wrong = [f"{_wrong_sentence(v)} ({v})" for v in verdicts if v.is_wrong]
     warnings = [f"{BLIND} ({v})" for v in verdicts if v.is_blind]
     if is_flipped(verdicts):
@@ -220,7 +220,7 @@ def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]
     totals = torch.cat([by_name[TOTAL] for by_name in scores.values()])
     if torch.allclose(totals, totals[:1]):
         wrong = [
-            "constant: every clip gets the same total, whatever is done to it, so there is nothing to learn"
+            "constant: every clip gets the same total, even after edits, so there is nothing to learn"
         ]
         warnings = []
 
@@ -251,7 +251,7 @@ def is_flipped(verdicts: Sequence[Verdict]) -> bool:
 
 
 def _wrong_sentence(verdict: Verdict) -> str:
-    """What the worst faults lead to; of the others what they are."""
+    """What the worst faults lead to; for other faults, the fault itself."""
     if verdict.score == TOTAL and verdict.edit == WRONG_PROMPT:
         return "prefers wrong prompts: the total rises with them"
     if verdict.score == TOTAL and verdict.edit == "frozen":

@@ -83,7 +83,7 @@ SLOWER_THAN_PLANNED = Rule(
 
 
 def duration(seconds: float) -> str:
-    """A time that a person waits for."""
+    """A duration in the unit that suits it."""
     if not math.isfinite(seconds):
         return "an unknown time"
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
@@ -93,7 +93,7 @@ def duration(seconds: float) -> str:
 
 
 def waiting_for(case: Case) -> str:
-    """What is needed to judge the run, and when it is there; empty if everything could be judged."""
+    """What is still needed to judge the run, and when it will be there; empty if everything could be judged."""
     logged = len(case.run.full_lines)
     is_directed = case.direction is not None
     if is_directed and logged >= MIN_FOR_LATE:

@@ -25,7 +25,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint, RUN/checkpoints/step-N")
     add("--repo", required=True, metavar="USER/NAME", help="repository on the hub")
-    add("--public", action="store_true", help="everybody may see the repository")
+    add("--public", action="store_true", help="make the repository public")
     add("--dry_run", action="store_true", help="list what would be sent, and stop")
     return parser.parse_args(arguments)
 
@@ -225,13 +225,13 @@ def _is_small(path: Path) -> bool:
 
 
 def private_words(checkpoint: Path) -> dict[str, str]:
-    """What must not be sent: word -> what it is. Paths are found by their form, and users in them."""
+    """Words that must not be sent -> what each is. Other paths, which may name users, are found by their form."""
     words = {
         str(Path.home()): "the home folder",
         str(checkpoint.resolve().parent): "the folder of the checkpoints",
     }
     host = socket.gethostname()
-    if re.search(r"[\d.-]", host):  # a name such as `demo` may stand in any text
+    if re.search(r"[\d.-]", host):  # a name such as `demo` may occur in any text
         words[host] = "the name of this machine"
     return {word: what for word, what in words.items() if word != "/"}
 
@@ -249,7 +249,7 @@ def check_private(files: Mapping[str, Path], words: Mapping[str, str]) -> None:
 
 
 def texts(path: Path) -> Iterator[str]:
-    """What a file says in words: the text of Markdown and JSON, the metadata of safetensors."""
+    """All text in a file: that of Markdown and JSON, the metadata of safetensors."""
     if path.suffix in (".md", ".json"):
         yield path.read_text(encoding="utf-8")
     elif path.suffix == ".safetensors":
@@ -280,7 +280,7 @@ def upload(repo: str, files: Files, public: bool) -> str:
         )
     except (HfHubHTTPError, OSError, RuntimeError) as error:
         raise ValueError(
-            f"the hub did not take {repo} ({printable(error):.300}); run the command again to continue"
+            f"the hub refused {repo} ({printable(error):.300}); run the command again to continue"
         ) from error
     return str(commit.repo_url)
 

@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def verdict(wrong_checks: Sequence[str], notes: int) -> str:
-    """What all results come to."""
+    """The outcome of all checks in one line."""
     if wrong_checks:
         return f"WRONG: {', '.join(dict.fromkeys(wrong_checks))}"
     if notes:

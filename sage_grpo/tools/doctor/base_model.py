@@ -1,8 +1,8 @@
 """Questions that a run cannot answer: does the model sample as it was trained to, and does damage lower its reward?
 
-A wrong shift, a wrong scale of the VAE or a reward with the wrong sign train without an error. Here the model is asked:
-clips of its own sampling defaults are the yardstick. A shift only decides where the steps of the ODE are placed, so it
-is also judged by how far from the exact solution they end, which a few clips tell where their rewards do not.
+A wrong shift, a wrong scale of the VAE or a reward with the wrong sign train without an error. Here clips sampled with
+the model's own defaults are the yardstick. A shift only decides where the steps of the ODE are placed, so it is also
+judged by how far from the exact solution they end: a few clips show that even if their rewards do not.
 """
 
 import math
@@ -48,7 +48,7 @@ class Sampled:
 def sampled(
     trainer: Trainer, num_steps: int, sampling: Sampling, prompts: int, clips: int
 ) -> Sampled:
-    """Clips of the rollout's size, with shift and guidance of `sampling`; the same noise whatever these are."""
+    """Clips of the rollout's size, with shift and guidance of `sampling`; the noise is always the same."""
     latents = sampled_latents(trainer, num_steps, sampling, prompts, clips)
     return Sampled(
         latents=latents,
@@ -125,7 +125,7 @@ def sampling_result(
 ) -> CheckResult:
     """Whether another shift or guidance than the model's own lowers the reward, at equally many steps.
 
-    Few clips rarely prove that; whether another shift places the steps worse, they do.
+    A few clips rarely prove that, but they do show whether another shift places the steps worse.
     """
     own = trainer.backbone.sampling
     is_own = all(
@@ -174,7 +174,7 @@ def sampling_result(
 
 
 def settings_text(sampling: Sampling) -> str:
-    """Shift and guidance, of two transformers both of theirs."""
+    """Shift and guidance; with two transformers, the guidance of each."""
     text = f"shift {sampling.shift:g} and guidance {sampling.guidance:g}"
     if sampling.guidance_2 is not None:
         text += f" / {sampling.guidance_2:g}"

@@ -54,7 +54,7 @@ def ok(
 
 
 def note(check: str, text: str, numbers: Mapping[str, Any] | None = None) -> CheckResult:
-    """Something that runs, but may not be what was meant."""
+    """Something that runs, but may not be what the user intended."""
     return CheckResult(check, NOTE, text, numbers=numbers or {})
 
 

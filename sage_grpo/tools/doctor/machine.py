@@ -231,7 +231,7 @@ def check_speed(machine: Machine) -> Iterator[CheckResult]:
     speed = write_speed(machine.place, size)
     seconds = size / speed
     between = seconds_between_saves(machine)
-    text = f"{machine.place} takes {speed / GB:.2f} GB/s: {seconds:.0f} s for a checkpoint"
+    text = f"{machine.place} writes {speed / GB:.2f} GB/s: {seconds:.0f} s for a checkpoint"
     if between is not None:
         text += f", one every {between:.0f} s"
     numbers = {

@@ -62,7 +62,7 @@ def check_update(trainer: Trainer) -> Iterator[CheckResult]:
 
 
 def trained_part(trainer: Trainer, sampled: Trajectory) -> Trajectory:
-    """As many clips of a sampled micro-batch as are trained together; there is no reward here to choose by."""
+    """The first clips of a sampled micro-batch, as many as are trained together; no reward chooses them here."""
     size = trainer.config.trained_micro_batch
     clips = sampled.micro_batch[:size]
     path, *_ = sampled.path.split([size, sampled.size - size])

@@ -22,7 +22,7 @@ MOMENTS = (
     "validation_decode",
 )
 LATENT_BYTES = 4  # trajectories are kept in fp32
-AVERAGE_BYTES = 4  # averages are kept in fp32, whatever the weights are
+AVERAGE_BYTES = 4  # averages are kept in fp32, even of bf16 weights
 NORMALIZER_BYTES = 4  # of attention, per token and head, in fp32
 
 
@@ -215,7 +215,7 @@ def trajectories(plan: Plan) -> dict[str, float]:
 
 
 def vae(plan: Plan) -> dict[str, float]:
-    """Weights, and what decoding a clip takes."""
+    """Weights, and the memory for decoding a clip."""
     c = plan.config
     return bytes_by_moment(
         plan.model.vae * BYTES[c.dtype],

@@ -16,13 +16,13 @@ Flags = Mapping[str, Any]
 # Smaller clips teach a video model little.
 MIN_FRAMES = 17
 MIN_SIDE = 240  # pixels
-SIDE_STEP = 32  # pixels; every backbone takes multiples of it
+SIDE_STEP = 32  # pixels; every backbone accepts multiples of it
 MAX_GPUS = 64
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Other values of flags, which save memory, and what that costs. `flags` may depend on the values of today."""
+    """Other values of flags, which save memory, and what that costs. `flags` may depend on the current values."""
 
     flags: Flags | Callable[[Config], Flags]
     cost: str
@@ -53,7 +53,7 @@ def twice_the_ranks(config: Config) -> Flags:
 
 
 def half_the_frames(config: Config) -> Flags:
-    """The VAE takes 4 n + 1 frames."""
+    """Half as many frames, 4 n + 1 as the VAE needs."""
     frames = config.num_frames // 8 * 4 + 1
     return {"num_frames": frames} if frames >= MIN_FRAMES else {}
 
@@ -156,7 +156,7 @@ def as_typed(value: Any) -> str:
 
 
 def enough_remedies(plan: Plan, gpu_bytes: float) -> list[Remedy]:
-    """Take remedies, cheapest first and each as often as it helps, until the plan fits or none helps.
+    """Apply remedies, cheapest first and each as often as it helps, until the plan fits or none helps.
 
     A remedy may help only after another one has lowered a higher peak, so the list is gone through repeatedly.
     """

@@ -95,7 +95,7 @@ def setting_lines(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan) -> list[str]:
-    """GB of each part that takes any, and their total, at every moment."""
+    """GB of each part that needs memory, and their total, at every moment."""
     parts = {name: list(row.values()) for name, row in memory(plan).items()}
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     rows = [["GB per GPU", *(moment.replace("_", " ") for moment in MOMENTS)]]

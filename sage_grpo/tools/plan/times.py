@@ -43,7 +43,7 @@ def backward_time(plan: Plan) -> float:
 
     flops = plan.model.forward(plan.latent_positions, plan.text_tokens)
     attention = flops.attention * BACKWARD_OF_ATTENTION / rates.attention_backward
-    # Gradients of inputs and of weights take a forward each; frozen weights have none.
+    # Gradients of inputs and of weights each cost as much as a forward; frozen weights have none.
     linear = forward.linear * (1 if c.use_lora else 2)
     rest = plan.tokens * plan.model.layers * plan.by_mode(rates.rest_backward)
 

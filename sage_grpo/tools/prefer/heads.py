@@ -1,8 +1,8 @@
 """Fits VideoAlign's reward heads to comparisons: a vector per dimension on fixed hidden states, a convex problem.
 
 The score of dimension d is w_d . h_d, with h_d the hidden state at its reward token. What is learned is the change of
-w_d, under a penalty on its size in units of the features' standard deviations: dimensions nobody was asked about, and
-directions of which the answers say nothing, stay as they were. The strength of the penalty is chosen by
+w_d, under a penalty on its size in units of the features' standard deviations: dimensions that no question asked about,
+and directions that the answers do not determine, stay as they were. The strength of the penalty is chosen by
 cross-validation over prompts.
 
 Shapes: P comparisons, N clips, D hidden features.

@@ -1,4 +1,4 @@
-"""`label`: make a study of what is compared, or continue one, and serve its page."""
+"""`label`: make a study, or continue one, and serve its page."""
 
 import argparse
 import random

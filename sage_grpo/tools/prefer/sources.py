@@ -46,7 +46,7 @@ def is_clips(path: Path) -> bool:
 
 
 def weights_of(path: Path) -> Path:
-    """The weights that a path means: a run folder stands for its newest checkpoint."""
+    """The weights that a path stands for: a run folder stands for its newest checkpoint."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give runs, checkpoints or folders of clips")
     if not (path / "checkpoints").is_dir():

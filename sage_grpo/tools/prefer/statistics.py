@@ -17,7 +17,7 @@ import numpy as np
 
 from sage_grpo.intervals import student_95
 
-MANY_RATERS = 8  # from which on they are a sample of all raters
+MANY_RATERS = 8  # this many or more count as a sample of all raters
 Z_POWER = 0.8416  # normal quantile of 80 % power
 MAX_PAIRS = 1_000_000  # beyond it, the comparison counts as undecidable
 

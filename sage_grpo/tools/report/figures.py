@@ -86,7 +86,7 @@ EXPLORATION = CurveFigure(
 
 
 def score_figure(title: str, style: CurveStyle) -> CurveFigure:
-    """One of several scores."""
+    """The figure of one score among several."""
     return CurveFigure(
         title,
         (style,),

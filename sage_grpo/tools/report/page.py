@@ -83,7 +83,7 @@ def print_summary(folder: Path) -> None:
             shown = [aligned(table.rows) for table in tables(compared(clips, total=True))]
             print("\n\n".join(shown))
         write_report(folder)
-    except Exception as error:  # the run is done, whatever is wrong with its folder
+    except Exception as error:  # a damaged folder must not fail a run that is done
         print(
             f"the run is done, but its report could not be written: {printable(error)};"
             f" `python -m sage_grpo.tools.report {folder}` makes it",
@@ -173,7 +173,7 @@ def tiles(run: RunHistory) -> list[Tile]:
 
 
 def training_minutes(run: RunHistory) -> float:
-    """Logged iterations, which alone have gold, stand for the others."""
+    """Minutes of training, extrapolated from logged iterations; the others compute no gold metrics."""
     lines = run.all_full_lines
     total = np.nansum(column(lines, "time/total"))
     gold = np.nansum(column(lines, "time/gold"))

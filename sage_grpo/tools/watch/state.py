@@ -40,7 +40,12 @@ VALIDATION = {
     "reward of held-out prompts": "reward/total",
     "gold match of held-out prompts": "gold/match",
 }
-FILES = ("metrics.jsonl", "status.json", "rollouts", "validation")  # a change of these is news
+FILES = (
+    "metrics.jsonl",
+    "status.json",
+    "rollouts",
+    "validation",
+)  # files whose changes the page shows
 
 
 class Watched:
@@ -56,7 +61,7 @@ class Watched:
         return {"runs": [self.run_state(run) for run in self.runs]}
 
     def run_state(self, run: Path) -> dict[str, Any]:
-        """What is known about a run: read again if its files changed, else, or if that fails, as it was."""
+        """The state of a run: read again if its files changed; otherwise, or if reading fails, the last one."""
         stamp = _stamp(run)
         if self.stamps.get(run) == stamp and run in self.last:
             return self.last[run]
@@ -158,7 +163,7 @@ class Watched:
         }
 
     def clip(self, run: Path, clip: Clip, title: str) -> dict[str, Any]:
-        """What the page knows of a clip: a number instead of its path, which changes if the file does."""
+        """A clip as the page knows it: by a number instead of its path; the number changes if the file does."""
         path = foreign.inside(run, clip.path)
         status = path.stat()
         text = f"{path}\0{status.st_mtime_ns}\0{status.st_size}"

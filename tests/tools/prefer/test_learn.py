@@ -262,7 +262,7 @@ def test_too_little_to_learn_from_is_refused(clips, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["learn", str(answers), "--base", str(BASE), "--output", str(tmp_path / "reward")])
     assert stop.value.code == 2
-    assert "learning takes at least 10" in capsys.readouterr().err
+    assert "learning needs at least 10" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layout", ["VideoReward", "VideoReward_split"])
