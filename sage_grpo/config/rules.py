@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from sage_grpo.config.fields import Config, ConfigError
-from sage_grpo.models.backbone import refused_for_one_transformer
+from sage_grpo.models.versions import refused_for_one_transformer
 from sage_grpo.plugins import in_file
 from sage_grpo.rewards.registry import ALIASES, REWARDS
 

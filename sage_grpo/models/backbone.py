@@ -34,6 +34,7 @@ from sage_grpo.models.lora import (
     saved_adapters,
 )
 from sage_grpo.models.shards import rank_file, trained_weights
+from sage_grpo.models.versions import refused_for_one_transformer
 from sage_grpo.models.weights import (
     INDEX,
     Weights,
@@ -116,13 +117,6 @@ class Origin:
 
 
 MAX_RESIDENT = 1e8  # bytes of encoders that may stay on a GPU during training: what no plan of memory would notice
-
-
-def refused_for_one_transformer(flag: str, value: object) -> str:
-    """Why a model with one transformer refuses a flag for those with two."""
-    return (
-        f"{flag} is {value}, but the model has one transformer for all noise levels: leave it out"
-    )
 
 
 class BrokenClip(ValueError):
