@@ -87,7 +87,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
         seed = seed_of(args, request)
         latents = sampler.sample(request, seed, number)
         if not ranks.is_leader:
-            continue  # it has helped with the velocities; the clip is decoded once
+            continue  # this rank only helped to compute velocities; the clip is decoded once
         (clip,) = backbone.decode(latents).cpu()
 
         sampling = sampler.samplings[request.index]
@@ -108,7 +108,7 @@ def generate(args: argparse.Namespace, requests: Sequence[Request], ranks: "Rank
         print(f"wrote {len(rows)} {noun} and {sheet}")
 
 
-# What is asked for
+# Requests and weights
 
 
 def read_prompts(args: argparse.Namespace) -> list[Request]:
@@ -316,12 +316,12 @@ def build_scorer(
     if not args.score:
         return None
 
-    from sage_grpo.rewards.base import Setup, prompts_for
+    from sage_grpo.rewards.base import Setup, reward_inputs
     from sage_grpo.rewards.build import build_reward
 
     reward = build_reward(args.score, Setup(args.model_path / "VideoReward", ranks.device))
     with contained(f"--score {args.score} cannot check the prompts"):
-        reward.check(prompts_for(reward, requests))
+        reward.check(reward_inputs(reward, requests))
     return reward
 
 
@@ -329,11 +329,11 @@ def score(reward: "Reward", clip: "Tensor", request: Request, fps: int) -> dict[
     """The named scores of one clip; an error if one is not a number."""
     import torch
 
-    from sage_grpo.rewards.base import prompts_for
+    from sage_grpo.rewards.base import reward_inputs
 
     scores = {}
     with contained("the reward failed"):
-        named = reward.score([clip], prompts_for(reward, [request]), fps)
+        named = reward.score([clip], reward_inputs(reward, [request]), fps)
         values = {name: torch.as_tensor(value).item() for name, value in named.items()}
     for name, value in values.items():
         scores[name] = round(value, 6)

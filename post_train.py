@@ -11,10 +11,10 @@ import sys
 import traceback
 from typing import Any
 
-from sage_grpo.config.command_line import WRONG, sentence
+from sage_grpo.config.command_line import USER_ERRORS, error_text
 from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.parse import parse
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.exit_codes import DONE, FAILED, PREEMPTED, WRONG_INPUT
 from sage_grpo.installed import require_packages
 from sage_grpo.parallel import elastic
@@ -38,11 +38,12 @@ def main(arguments: list[str] | None = None) -> int:
             trainer.run.report_module = "sage_grpo.tools.report"
             ranks.set_timeout(config.collective_timeout)
             console.begin(trainer)
-            if (code := train(trainer)) == FAILED:
-                ranks.abandon(code)
-            return code
-    except WRONG as error:
-        text = sentence(error)
+            exit_code = train(trainer)
+            if exit_code == FAILED:
+                ranks.abandon(exit_code)
+            return exit_code
+    except USER_ERRORS as error:
+        text = error_text(error)
         print(f"post_train.py: {text}", file=sys.stderr)
         if isinstance(error, ConfigError):
             elastic.note_refusal(text)
@@ -55,7 +56,7 @@ def train(trainer: Any) -> int:
     try:
         trainer.train()
     except (Preempted, TrainingError) as end:
-        print(f"post_train.py: {plain(end)}", file=sys.stderr)
+        print(f"post_train.py: {terminal_text(end)}", file=sys.stderr)
         return PREEMPTED if isinstance(end, Preempted) else FAILED
     except Exception:  # a fault of the program, not of its input
         traceback.print_exc()

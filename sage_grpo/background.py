@@ -1,4 +1,4 @@
-"""Calls in daemon threads, which end with the process whatever they wait for."""
+"""Calls in daemon threads: a call that hangs cannot keep the process from ending."""
 
 import threading
 from collections.abc import Callable

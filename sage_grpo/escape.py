@@ -5,7 +5,7 @@ from pathlib import PurePath
 from typing import Any
 
 
-def plain(text: Any) -> str:
+def terminal_text(text: Any) -> str:
     """The text with a ? for each character that a terminal would act on, such as an escape; lines stay lines."""
     return "".join(
         character if character.isprintable() or character == "\n" else "?"
@@ -16,13 +16,13 @@ def plain(text: Any) -> str:
 def markdown(text: Any) -> str:
     """The text in one line, with what Markdown or HTML would take for markup escaped."""
     one_line = " ".join(str(text).split())
-    return re.sub(r"[\\`*_\[\]<>|~&#!:]", r"\\\g<0>", plain(one_line))
+    return re.sub(r"[\\`*_\[\]<>|~&#!:]", r"\\\g<0>", terminal_text(one_line))
 
 
 def without_folders(value: Any, is_path: bool = False) -> Any:
     """A setting whose paths are reduced to their last part: folders name users, machines and projects.
 
-    is_path: whether a text is a path even if it does not look like one, as relative paths do not.
+    is_path: treat text as a path even if it does not look like one, as relative paths do not.
     """
     if isinstance(value, dict):
         return {key: without_folders(part, is_path) for key, part in value.items()}

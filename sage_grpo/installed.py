@@ -1,4 +1,4 @@
-"""Whether the packages of requirements.txt are there, answered in one sentence before an import of one fails."""
+"""Checks that the packages of requirements.txt are installed: a sentence instead of a failed import."""
 
 import sys
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ from pathlib import Path
 from sage_grpo.exit_codes import WRONG_INPUT
 
 ROOT = Path(__file__).parents[1]
-# by the names under which they are imported; those that few programs need are left to these programs
+# import names; packages that few programs need are checked by those programs
 PACKAGES = (
     "torch",
     "diffusers",
@@ -24,7 +24,7 @@ PACKAGES = (
     "jinja2",
     "httpx2",
 )
-NAMED = 3  # of those that are missing
+NAMED = 3  # missing packages that the message names
 
 
 def require_packages(*needed: str) -> None:

@@ -19,7 +19,7 @@ STUDENT_95 = {
     2: 4.303,
 }
 
-FEWEST = 8  # pairs that a verdict takes
+MIN_PAIRS = 8  # pairs that a verdict takes
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def contained(
     """Context of code that may do anything: what it raises becomes a ValueError that begins with `problem`.
 
     Its own SystemExit and KeyboardInterrupt are failures too; a Ctrl-C, which is a signal, still interrupts.
-    passes: errors that are sentences already.
+    passes: errors that already are such sentences; they are raised unchanged.
     """
     with _watching_for_interrupt() as interrupts:
         try:

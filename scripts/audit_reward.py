@@ -56,9 +56,9 @@ from torch import Tensor
 from sage_grpo.exit_codes import DONE, FAILED
 from sage_grpo.files.json_files import write_json
 from sage_grpo.files.paths import check_folder, make_folder
-from sage_grpo.intervals import FEWEST
+from sage_grpo.intervals import MIN_PAIRS
 from sage_grpo.parallel.device import choose_device
-from sage_grpo.rewards.base import Prompts
+from sage_grpo.rewards.base import Requests
 from sage_grpo.runs.media import contact_sheet, read_mp4, thumbnails
 from sage_grpo.tools.audit import (
     EDITS,
@@ -81,7 +81,7 @@ class GoodClips:
     """Clips that are known to be good."""
 
     clips: list[Tensor]  # uint8 (F, H, W, 3)
-    prompts: Prompts
+    requests: Requests
     fps: float
     slowed: list[Tensor]  # the same at half the speed; empty unless a world rendered them
 
@@ -129,16 +129,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         good = read_clips(options.clips, options.num_clips)
     else:
         good = render_clips(config, device, options.num_clips)
-    if len(good.clips) < FEWEST:
+    if len(good.clips) < MIN_PAIRS:
         raise ConfigError(
             f"{len(good.clips)} clips are too few to tell; "
-            f"give at least {FEWEST}, with different prompts"
+            f"give at least {MIN_PAIRS}, with different prompts"
         )
 
     reward = build_composite(config, reward_names(config), config.reward_weights, device)
-    reward.check(good.prompts)
+    reward.check(good.requests)
     kinds = dict.fromkeys(EDITS, ()) | {"slowed": good.slowed}
-    scores = measure(reward, good.clips, good.prompts, good.fps, kinds)
+    scores = measure(reward, good.clips, good.requests, good.fps, kinds)
     verdicts = give_verdicts(scores, drawn=not options.clips)
     conclusions = conclude(scores, verdicts)
 

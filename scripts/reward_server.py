@@ -67,7 +67,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=argument_types.port,
         metavar="N",
         default=8900,
-        help="port to listen on; 0 takes a free one",
+        help="port to listen on; 0 picks a free one",
     )
     parser.add_argument(
         "--device", metavar="NAME", help="device of the rewards (default: a GPU if there is one)"
@@ -235,7 +235,7 @@ class Batcher:
             self.waiting = [job for job in self.waiting if not job.result.done()]
 
     async def work(self) -> None:
-        """Score whatever arrives, for as long as the server runs."""
+        """Score clips as they arrive, for as long as the server runs."""
         while True:
             await self.arrived.wait()
             self.arrived.clear()

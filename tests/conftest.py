@@ -14,7 +14,7 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-MOST_PROCESSES = 16
+MAX_PROCESSES = 16
 
 
 def pytest_configure(config):
@@ -52,7 +52,7 @@ def pytest_xdist_auto_num_workers():
     """
     processors = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(processors + 1, memory // (3 * 1024**3), MOST_PROCESSES))
+    return max(1, min(processors + 1, memory // (3 * 1024**3), MAX_PROCESSES))
 
 
 def pytest_collection_finish():

@@ -43,7 +43,7 @@ from tests.smallest_run import command_line, prepare_process, smallest_run, writ
 
 SECRET = b"canary:0123456789abcdef:canary "  # 31 bytes
 SEEN = (SECRET[:30], base64.b64encode(SECRET[:30]))  # as it is, and inside a page
-MOST_SEARCHED = 1 << 24  # bytes of a file that is searched for the secret
+MAX_SEARCHED = 1 << 24  # bytes of a file that is searched for the secret
 CLIPS = [torch.full((2, 4, 4, 3), 60, dtype=torch.uint8)] * 2
 PROMPTS = ["a red circle", "a green square"]
 
@@ -86,7 +86,7 @@ class Canaries:
         if SECRET[:30].decode() in said:
             raise Leak("the secret was printed")
         for path in case.rglob("*"):
-            if path.is_symlink() or not path.is_file() or path.stat().st_size > MOST_SEARCHED:
+            if path.is_symlink() or not path.is_file() or path.stat().st_size > MAX_SEARCHED:
                 continue
             content = path.read_bytes()
             if any(text in content for text in SEEN):

@@ -89,4 +89,4 @@ def test_every_program_has_the_one_boundary():
         if is_program and "answering" not in decorators and name not in FIRST:
             without.append(name)
     assert without == ["post_train.py"]
-    assert "except WRONG as error:" in (ROOT / "post_train.py").read_text()
+    assert "except USER_ERRORS as error:" in (ROOT / "post_train.py").read_text()

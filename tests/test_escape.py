@@ -3,11 +3,11 @@
 import pytest
 
 from sage_grpo.config.command_line import answering
-from sage_grpo.escape import markdown, plain, without_folders
+from sage_grpo.escape import markdown, terminal_text, without_folders
 
 
 def test_a_terminal_gets_nothing_to_act_on():
-    assert plain("red \033[2J\a\u202e circle\nпривет") == "red ?[2J?? circle\nпривет"
+    assert terminal_text("red \033[2J\a\u202e circle\nпривет") == "red ?[2J?? circle\nпривет"
 
 
 def test_an_error_reaches_the_terminal_escaped(capsys):

@@ -100,8 +100,8 @@ def test_a_second_backbone_trains_resumes_and_samples(folder, use_lora, capsys):
     assert post_train.main(words(folder, use_lora=use_lora)) == 0
     run = folder.with_name("run")
     history = read_run(run)
-    assert [line["step"] for line in history.train] == [1, 2] and len(history.validations) == 2
-    first = history.train[0]
+    assert [line["step"] for line in history.full_lines] == [1, 2] and len(history.validations) == 2
+    first = history.full_lines[0]
     assert first["policy/ratio_max_deviation"] == 0 and first["policy/grad_norm"] > 0
     assert first["reward/total"] == pytest.approx(first["reward/red"] + 0.5 * first["reward/calm"])
     assert history.head["world"] == "gray" and history.head["vae_floor"][
@@ -266,7 +266,7 @@ def test_plug_ins_from_a_file_train_without_touching_the_package(folder, own, ca
     assert post_train.main(flags) == 0
     run = folder.with_name("run")
     history = read_run(run)
-    first, last = history.train[0], history.validations[-1]
+    first, last = history.full_lines[0], history.validations[-1]
     assert first["reward/total"] == pytest.approx(
         2 * first["reward/calm.calm"] + first["reward/Shade.light"]
     )
@@ -310,7 +310,7 @@ def test_a_plug_in_is_seen_by_the_doctor_and_counts_1_if_it_has_a_single_score(f
     said = capsys.readouterr().out
     assert "* my_sde.py:level_variance" in said and "my_sde.py:level_variance at eta 0" in said
     assert post_train.main(flags) == 0
-    first = read_run(folder.with_name("run")).train[0]
+    first = read_run(folder.with_name("run")).full_lines[0]
     assert first["reward/total"] == first["reward/calm"]
 
 

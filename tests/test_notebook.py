@@ -48,4 +48,4 @@ def test_every_cell_runs(tmp_path, monkeypatch):
     for number, cell in enumerate(code_cells()):
         cell = cell.replace("--max_steps 8", "--max_steps 1").replace("step-000008", "step-000001")
         exec(compile(cell, f"cell {number}", "exec"), names)
-    assert names["run"].train[-1]["step"] == 1 and names["trainer"].reward.names == ("calm",)
+    assert names["run"].full_lines[-1]["step"] == 1 and names["trainer"].reward.names == ("calm",)

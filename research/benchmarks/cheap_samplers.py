@@ -31,7 +31,7 @@ from sage_grpo.worlds.registry import World, world_of
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "assets" / "tiny"
 SEED = 4
-MOST_TOGETHER = 16  # clips per forward
+MAX_TOGETHER = 16  # clips per forward
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def matches(
     conditions = backbone.encode(requests)
 
     shares = [0.0] * len(requests)
-    for batch in alike(conditions, max(1, MOST_TOGETHER // clips)):
+    for batch in alike(conditions, max(1, MAX_TOGETHER // clips)):
         rows = [row for row in batch for _ in range(clips)]
         noise = [
             counter_noise(shape, SEED, range(clips), prompt=requests[row].index)[0] for row in batch

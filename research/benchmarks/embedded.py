@@ -43,7 +43,7 @@ def run(flags: list[str], ranks: Ranks, folder: Path) -> dict[str, float]:
     trainer.gold = None
     trainer.train()
     spent = time.perf_counter() - begin
-    lines = read_run(folder).train
+    lines = read_run(folder).full_lines
     half = lines[len(lines) // 2 :]
     medians = {phase: statistics.median(line[f"time/{phase}"] for line in half) for phase in PHASES}
     deviation = max(line["policy/ratio_max_deviation"] for line in half)

@@ -32,7 +32,7 @@ from sage_grpo.tools.prefer.__main__ import parse_learn
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.learn import clips_key
 from sage_grpo.tools.prefer.pairs import Trial
-from sage_grpo.tools.prefer.study import Clip, Study, clips_folder
+from sage_grpo.tools.prefer.study import Study, StudyClip, clips_folder
 from sage_grpo.tools.prefer.study_clips import StudyClips, write_at_once
 
 # flags of each
@@ -58,7 +58,7 @@ def write_study(file: Path, size: Size) -> Study:
     """A study of two clips per prompt, answered at random."""
     clips_folder(file).mkdir(parents=True)
     prompts = [" ".join(prompt_words()[i : i + 8]) for i in range(size.prompts)]
-    clips = tuple(Clip(f"{i}.mp4", 0, prompts[i // 2]) for i in range(2 * size.prompts))
+    clips = tuple(StudyClip(f"{i}.mp4", 0, prompts[i // 2]) for i in range(2 * size.prompts))
     pairs = tuple((2 * i, 2 * i + 1) for i in range(size.prompts))
     study = Study(("base",), ("vq", "mq"), clips, pairs, repeat=0.0)
     answers = AnswersFile(file, study)

@@ -82,8 +82,8 @@ def keep(path: Path, folders: Sequence[Path]) -> list[Record]:
 
 def distances(run: RunHistory) -> list[float]:
     """Square root of the KL to the base model at each validation, from the iterations just before it."""
-    steps = column(run.train, "step")
-    kls = column(run.train, "kl/anchor")
+    steps = column(run.full_lines, "step")
+    kls = column(run.full_lines, "kl/anchor")
     roots = []
     for step in column(run.validations, "step"):
         before = kls[(steps <= step) & (steps > 0.9 * step)]

@@ -20,7 +20,7 @@ import torch
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.config.parse import from_values
 from sage_grpo.config.yaml_files import yaml_mapping
-from sage_grpo.train.checkpoint import PLACES
+from sage_grpo.train.checkpoint import LOCATION_FLAGS
 from sage_grpo.train.windows import build_windows, num_trained
 
 HERE = Path(__file__).resolve().parent
@@ -284,7 +284,9 @@ STUDIES: dict[str, Study] = {
 def identity(config: Config) -> dict[str, Any]:
     """Everything that determines what a run computes, after a JSON round trip."""
     values = {
-        name: value for name, value in dataclasses.asdict(config).items() if name not in PLACES
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in LOCATION_FLAGS
     }
     return json.loads(json.dumps(values))
 

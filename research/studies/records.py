@@ -73,7 +73,7 @@ def distil(run: StudyRun, folder: Path, commit: str, failure: str = "") -> Recor
         for name in VALIDATED
         for key in (name, f"{name}_stderr")
     }
-    seconds = [mean(column(history.train, f"time/{name}")) for name in PHASES]
+    seconds = [mean(column(history.full_lines, f"time/{name}")) for name in PHASES]
 
     record = {
         "study": run.study,
@@ -84,8 +84,10 @@ def distil(run: StudyRun, folder: Path, commit: str, failure: str = "") -> Recor
         "device": history.head.get("device"),
         "digest": digest(config),
         "config": config,
-        "steps": [line["step"] for line in history.train],
-        "curves": {key: shortened(rounded(column(history.train, key), DIGITS)) for key in CURVES},
+        "steps": [line["step"] for line in history.full_lines],
+        "curves": {
+            key: shortened(rounded(column(history.full_lines, key), DIGITS)) for key in CURVES
+        },
         "validation": {"step": [line["step"] for line in history.validations]} | validation,
         "per_step": {key: rounded(step_means(history, key), DIGITS) for key in PER_STEP},
         "seconds": dict(zip(PHASES, rounded(seconds, DIGITS), strict=True)),

@@ -1,6 +1,6 @@
-"""Flags: the table of all of them, what they must agree on, and how a command line and a YAML file give them."""
+"""Flags: their table, the rules between them, and how they are read from a command line and a YAML file."""
 
 from sage_grpo.installed import require_packages
 
-# for reading flags, which launchers do on machines that need not train; programs ask for the rest before they use it
+# all that reading flags needs, also on machines that only launch; programs check the other packages before use
 require_packages("yaml")

@@ -1,4 +1,4 @@
-"""The command line of every program: flags are not abbreviated, wrong input is answered with one sentence."""
+"""The command line of every program: flags are not abbreviated, and a user error is one sentence."""
 
 import argparse
 import difflib
@@ -13,13 +13,13 @@ from typing import Any
 from sage_grpo import __version__
 from sage_grpo.config.fields import ConfigError
 from sage_grpo.config.other_names import flags_for
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.exit_codes import WRONG_INPUT
-from sage_grpo.files.paths import LONGEST_NAME, LONGEST_PATH, is_too_long, shown
+from sage_grpo.files.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_too_long, shown
 from sage_grpo.installed import require_packages
 
-# what wrong input raises: sentences of this package, and errors of the operating system
-WRONG = (ValueError, OSError)
+# what wrong input raises: this package's own errors, and those of the operating system
+USER_ERRORS = (ValueError, OSError)
 
 
 def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
@@ -32,9 +32,9 @@ def unknown_name(what: str, name: str, known: Sequence[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags in full, with hyphens or underscores; what is wrong with them is a ConfigError, one sentence."""
+    """Accepts unabbreviated flags, with hyphens or underscores; an error is a ConfigError of one sentence."""
 
-    instead: Mapping[str, str] = {}  # flag that others have -> what does the same here
+    instead: Mapping[str, str] = {}  # flag that users may expect -> what to use instead
 
     def __init__(self, program: str, about: str, **kwargs: Any) -> None:
         super().__init__(
@@ -89,8 +89,8 @@ class Parser(argparse.ArgumentParser):
 def _check_length(name: str, path: Path) -> None:
     if is_too_long(path):
         raise ConfigError(
-            f"{name} is {shown(path)}; a path has at most {LONGEST_PATH} bytes, "
-            f"and each name in it {LONGEST_NAME}"
+            f"{name} is {shown(path)}; a path has at most {MAX_PATH_BYTES} bytes, "
+            f"and each name in it {MAX_NAME_BYTES}"
         )
 
 
@@ -104,18 +104,18 @@ def answering(prefix: str) -> Iterator[None]:
     """Answer wrong input with one sentence on stderr and exit code 2. Also decorates the `main` of a program."""
     try:
         yield
-    except WRONG as error:
-        print(f"{prefix}{sentence(error)}", file=sys.stderr)
+    except USER_ERRORS as error:
+        print(f"{prefix}{error_text(error)}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
 
 
-def sentence(error: BaseException) -> str:
-    """What is wrong, in one line for a terminal; an error of the operating system begins with its file."""
+def error_text(error: BaseException) -> str:
+    """The error in one line for a terminal; one of the operating system begins with its file."""
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         place = "" if error.filename is None else f"{shown(error.filename)} cannot be used: "
         text = f"{place}{error.strerror}"
-    return plain(text.replace("\n", " "))
+    return terminal_text(text.replace("\n", " "))
 
 
 def answer_early(module: str, parse_arguments: Callable[[None], Any]) -> None:

@@ -30,7 +30,7 @@ KL_ESTIMATORS = ("exact", "logprob")
 SOLVERS = ("euler", "dpm", "dpm3", "unipc")
 
 # Upper limits, far above any real use: a typo is rejected before it allocates memory.
-MAX_VIDEOS = 65_536
+MAX_CLIPS = 65_536
 MAX_FRAMES = 10_000
 MAX_SIDE = 65_536  # pixels
 MAX_SAMPLING_STEPS = 10_000
@@ -118,16 +118,16 @@ class OptimizationFlags:
     max_steps: int = flag(10000, "training iterations, one rollout batch each", minimum=0)
     batch_size: int = flag(
         2,
-        "videos per rollout batch on each data-parallel rank",
+        "clips per rollout batch on each data-parallel rank",
         minimum=1,
-        maximum=MAX_VIDEOS,
+        maximum=MAX_CLIPS,
     )
-    num_generations: int = flag(4, "videos per prompt (group size)", minimum=2, maximum=MAX_VIDEOS)
+    num_generations: int = flag(4, "clips per prompt (group size)", minimum=2, maximum=MAX_CLIPS)
     train_clips: int | None = flag(
         None,
-        "videos of each group to train on, the best and the worst ones; the others are only sampled and scored",
+        "clips of each group to train on, the best and the worst ones; the others are only sampled and scored",
         minimum=2,
-        maximum=MAX_VIDEOS,
+        maximum=MAX_CLIPS,
         default_text="all",
     )
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", minimum=1)
@@ -136,7 +136,7 @@ class OptimizationFlags:
         None,
         "number of ranks that the configuration was written for; another number prints a warning",
         minimum=1,
-        maximum=MAX_VIDEOS,
+        maximum=MAX_CLIPS,
         default_text="any",
     )
     seed: int = flag(42, "seed of every random draw", minimum=0, maximum=MAX_SEED)
@@ -162,12 +162,12 @@ class ParallelismFlags:
     reduce_once: bool | None = flag(
         None,
         "reduce sharded gradients once per rollout batch and update, not in each backward pass; "
-        "takes 33 GB more if all weights are trained",
+        "takes 4 bytes per parameter more if all weights are trained",
         default_text="True with LoRA, else False",
     )
     gather_for_rollout: bool = flag(
         False,
-        "keep sharded weights gathered during a rollout; faster, but takes 17 GB more",
+        "keep sharded weights gathered during a rollout; faster, but takes 2 bytes per parameter more (bf16)",
     )
     enable_gradient_checkpointing: bool = flag(
         True,
@@ -307,9 +307,9 @@ class RolloutFlags:
     )
     micro_batch_size: int | None = flag(
         None,
-        "videos per forward pass",
+        "clips per forward pass",
         minimum=1,
-        default_text="all videos of a prompt on the rank",
+        default_text="all clips of a prompt on the rank",
     )
     prompts_per_forward: int = flag(
         1,

@@ -1,4 +1,4 @@
-"""What other trainers call the flags of this one, for those who type from habit."""
+"""Names that other trainers have for these flags, so that an error can suggest the right one."""
 
 from collections.abc import Collection
 

@@ -41,7 +41,7 @@ RETIRED = {
     ),
     "lora_dropout": RetiredFlag(0.0, "dropout would make the first ratio differ from 1"),
 }
-# flags that this program has not, although one might look for them
+# flags that users expect but this program lacks, with what to use instead
 INSTEAD = {
     "--dry_run": "`python -m sage_grpo.tools.plan` computes memory, time and cost, "
     "and `python -m sage_grpo.tools.doctor` tries an iteration without training: "
@@ -182,7 +182,7 @@ def _parser() -> Parser:
     """The parser of all flags, whose defaults stay out of the result: `Config` holds them."""
     parser = Parser(
         "post_train.py",
-        "Post-train a video model with GRPO. "
+        "Post-train a video model with GRPO, AWM or DiffusionNFT. "
         "A YAML file may set any flag; the command line overrides it.",
         usage="post_train.py [--config FILE.yaml] [--FLAG VALUE ...]",
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.models.versions import refused_for_one_transformer
@@ -14,11 +15,8 @@ TRACKERS = ("tensorboard", "wandb", "none")
 def check(config: Config, world_size: int = 1, experts: int = 1) -> None:
     """Reject flags that contradict each other, for a model with so many transformers."""
     ranks = world_size // config.sp_size
-    try:  # these validate themselves
-        config.window_form  # noqa: B018
-        config.guided_levels  # noqa: B018
-        config.trust_region  # noqa: B018
-        config.kl_controller()
+    try:
+        _build_derived(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -26,6 +24,11 @@ def check(config: Config, world_size: int = 1, experts: int = 1) -> None:
     problems = (rule(config, ranks) for rule in rules)
     if problem := next(filter(None, problems), None):
         raise ConfigError(problem)
+
+
+def _build_derived(config: Config) -> tuple[Any, ...]:
+    """The settings that a configuration builds from its flags; a wrong value raises ValueError."""
+    return config.window_form, config.guided_levels, config.trust_region, config.kl_controller()
 
 
 def warnings(c: Config, world_size: int) -> Iterator[str]:
@@ -38,10 +41,13 @@ def warnings(c: Config, world_size: int) -> Iterator[str]:
             f"an iteration has {clips} clips instead of {intended_clips}"
         )
 
-    name = "tail_steps" if c.tail_steps else "outside_window"
-    value = getattr(c, name)
-    if c.algorithm == "grpo" and value != "exact" and c.window_form.is_whole:
-        yield f"{name} is {value}, but sde_window {c.sde_window} leaves no steps to make cheaper"
+    cheaper_steps = ""
+    if c.tail_steps:
+        cheaper_steps = f"tail_steps is {c.tail_steps}"
+    elif c.outside_window != "exact":
+        cheaper_steps = f"outside_window is {c.outside_window}"
+    if cheaper_steps and c.algorithm == "grpo" and c.window_form.is_whole:
+        yield f"{cheaper_steps}, but sde_window {c.sde_window} leaves no steps to make cheaper"
 
 
 # Rules: `c` is the configuration, `ranks` the number of data-parallel ranks.
@@ -107,7 +113,7 @@ def _trained_clips_fit_the_ranks(c: Config, ranks: int) -> str | None:
         return (
             f"train_clips is {c.train_clips}; with batch_size {c.batch_size} a group of "
             f"{c.num_generations} is spread over {ranks_per_group} ranks, which train equally many clips: "
-            f"take a multiple of {ranks_per_group}"
+            f"use a multiple of {ranks_per_group}"
         )
     return None
 
@@ -118,7 +124,7 @@ def _shards_run_equal_windows(c: Config, ranks: int) -> str | None:
     if moves and c.enable_fsdp and not c.gather_for_rollout:
         return (
             f"sde_window is {c.sde_window}; ranks of a sharded model would run different numbers of "
-            f"forwards: set gather_for_rollout True, or take {window.kind}_iteration"
+            f"forwards: set gather_for_rollout True, or use {window.kind}_iteration"
         )
     return None
 
@@ -145,7 +151,7 @@ def _guidance_is_trained_as_sampled(c: Config, ranks: int) -> str | None:
     if c.algorithm == "grpo" and c.guided_levels != (0.0, 1.0):
         return (
             f"guidance_interval is {c.guidance_interval}; grpo trains the guided velocity at every step: "
-            "take algorithm awm or nft, or guidance_interval 0:1"
+            "use algorithm awm or nft, or guidance_interval 0:1"
         )
     return None
 
@@ -165,13 +171,13 @@ def _graphs_are_possible(c: Config, ranks: int) -> str | None:
 
 
 def _micro_batches_divide_a_prompt(c: Config, ranks: int) -> str | None:
-    videos = min(c.batch_size, c.num_generations)
-    if c.micro_batch_size and videos % c.micro_batch_size:
-        return f"micro_batch_size is {c.micro_batch_size}; it must divide the {videos} videos of a prompt"
+    clips = min(c.batch_size, c.num_generations)
+    if c.micro_batch_size and clips % c.micro_batch_size:
+        return f"micro_batch_size is {c.micro_batch_size}; it must divide the {clips} clips of a prompt"
     trained = min(c.rank_trained, c.group_trained)
     if trained % c.trained_micro_batch:
         return (
-            f"micro_batch_size is {c.micro_batch_size}; it must divide the {trained} videos of a prompt "
+            f"micro_batch_size is {c.micro_batch_size}; it must divide the {trained} clips of a prompt "
             f"that train_clips ({c.train_clips}) leaves on a rank, or be larger"
         )
     return None
@@ -267,13 +273,13 @@ def _shards_run_equal_experts(c: Config, ranks: int) -> str | None:
     reason = "ranks of a sharded model would run different transformers at a time"
     window = c.window_form
     if window.per_group and not window.is_whole:
-        return f"sde_window is {c.sde_window}; {reason}: take {window.kind}_iteration:{window.size}"
+        return f"sde_window is {c.sde_window}; {reason}: use {window.kind}_iteration:{window.size}"
     if c.enable_timestep_permutation:
         return f"enable_timestep_permutation is True; {reason}: set it to False"
     if window.is_whole and c.timestep_fraction < 1 and c.lora_experts == "both":
         return (
             f"timestep_fraction is {c.timestep_fraction:g}: without enable_timestep_permutation it trains the noisiest "
-            "steps alone, and the transformer for low noise may never learn; set it to 1, or take a window such as "
+            "steps alone, and the transformer for low noise may never learn; set it to 1, or use a window such as "
             "sde_window random_iteration:2"
         )
     return None
@@ -285,7 +291,7 @@ def _graphs_run_one_transformer(c: Config, ranks: int) -> str | None:
     return None
 
 
-# Of models with one transformer, and of those with one for high and one for low noise levels.
+# For models with one transformer, and for those with one for high and one for low noise levels.
 RULES_OF_ONE = (_one_transformer_has_no_second, _mixed_precision_is_sharded)
 RULES_OF_EXPERTS = (
     _experts_need_lora,

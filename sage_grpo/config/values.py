@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from sage_grpo.config.fields import MAX_NUMBER, Config, ConfigError, FlagInfo, flag_info
-from sage_grpo.files.paths import LONGEST_NAME, LONGEST_PATH, is_too_long, shown
+from sage_grpo.files.paths import MAX_NAME_BYTES, MAX_PATH_BYTES, is_too_long, shown
 from sage_grpo.plugins import in_file
 
 HINTS = typing.get_type_hints(Config)
@@ -118,7 +118,7 @@ def _path(text: str) -> str:
     path = os.path.expanduser(text)
     if is_too_long(path):
         raise ValueError(
-            f"a path has at most {LONGEST_PATH} bytes, and each name in it {LONGEST_NAME}"
+            f"a path has at most {MAX_PATH_BYTES} bytes, and each name in it {MAX_NAME_BYTES}"
         )
     return path
 

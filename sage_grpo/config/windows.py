@@ -18,10 +18,10 @@ class WindowForm:
     kind: str  # "all", "random" or "slide"
     size: int | None = None  # denoising steps of a window; None: every step that can explore
     every: int = DEFAULT_EVERY  # iterations after which a sliding window advances by one step
-    # each group of clips has a window of its own; else all of an iteration share one
+    # whether each group of clips has its own window; otherwise all groups of an iteration share one
     per_group: bool = True
     last_step: bool = True  # whether the last denoising step may explore
-    # whether windows do not overlap, so that all steps explore equally often; random ones alone can
+    # random windows only: whether they do not overlap, so that all steps explore equally often
     even: bool = False
 
     @property
@@ -39,14 +39,17 @@ def parse_window(text: str) -> WindowForm:
     first step.
 
     After the numbers, `all_but_last` keeps the last step, whose noise would stay in the clip, out of all windows.
-    `even` draws a random window among those that do not overlap: else steps near both ends are in fewer of them.
+    With `even`, the windows to draw from do not overlap; otherwise steps near both ends are in fewer of them.
     """
-    name, *numbers = text.split(":")
-    if not numbers and name in ("all", ALL_BUT_LAST):
+    name, *parts = text.split(":")
+    if not parts and name in ("all", ALL_BUT_LAST):
         return WindowForm("all", last_step=name == "all")
-    words = [word for word in numbers if word in (ALL_BUT_LAST, EVEN)]
-    numbers, after = numbers[: len(numbers) - len(words)], numbers[len(numbers) - len(words) :]
-    if after != words or len(set(words)) < len(words) or (EVEN in words and "random" not in name):
+    words = [part for part in parts if part in (ALL_BUT_LAST, EVEN)]
+    num_numbers = len(parts) - len(words)
+    numbers = parts[:num_numbers]
+    words_are_last = parts[num_numbers:] == words
+    words_repeat = len(set(words)) < len(words)
+    if not words_are_last or words_repeat or (EVEN in words and "random" not in name):
         raise ValueError(f"sde_window is {text!r}; write {FORMS}")
     kind = name.removesuffix("_iteration")
     most_numbers = {"random": 1, "slide": 2}.get(kind, 0)

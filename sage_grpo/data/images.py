@@ -13,9 +13,9 @@ from sage_grpo.files.foreign import Refused, inside, read_bytes
 from sage_grpo.files.json_files import printable
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoders of others may start programs
-MOST_PIXELS = 1 << 26
-MOST_BYTES = 1 << 29  # of a file, above that of any image of so many pixels
-MOST_ASPECT = 16  # a thinner image would grow to gigabytes before it is cropped
+MAX_PIXELS = 1 << 26
+MAX_BYTES = 1 << 29  # of a file, above that of any image of so many pixels
+MAX_ASPECT = 16  # a thinner image would grow to gigabytes before it is cropped
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _check_inside(path: Path, where: str, root: Path) -> None:
 
 def _read(path: Path) -> bytes:
     """The bytes of a regular file. A link is followed: if that matters, `_check_inside` has seen where it leads."""
-    return read_bytes(path.resolve(), MOST_BYTES)
+    return read_bytes(path.resolve(), MAX_BYTES)
 
 
 def drawn_image(frame: np.ndarray) -> Image:
@@ -88,8 +88,8 @@ def open_picture(path: Path, where: str = "") -> pil.Image:
         with pil.open(io.BytesIO(_read(path)), formats=FORMATS) as file:
             width, height = file.size
             mode = file.mode
-            is_small = width * height <= MOST_PIXELS
-            is_thin = max(width, height) > MOST_ASPECT * min(width, height)
+            is_small = width * height <= MAX_PIXELS
+            is_thin = max(width, height) > MAX_ASPECT * min(width, height)
             is_8_bit = mode[0] not in "IF"
             if is_small and not is_thin and is_8_bit:
                 return ImageOps.exif_transpose(file).convert("RGB")
@@ -102,6 +102,6 @@ def open_picture(path: Path, where: str = "") -> pil.Image:
         ) from error
     raise ValueError(
         f"{where}the image {printable(path)} is {width} x {height} in mode {mode}; "
-        f"it may have at most {MOST_PIXELS:,} pixels, "
-        f"one side at most {MOST_ASPECT} times the other, 8 bits per channel"
+        f"it may have at most {MAX_PIXELS:,} pixels, "
+        f"one side at most {MAX_ASPECT} times the other, 8 bits per channel"
     )

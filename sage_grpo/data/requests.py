@@ -16,7 +16,7 @@ from pathlib import Path
 from sage_grpo.data.images import Image, read_image
 
 COLUMNS = ("prompt", "index", "seed", "image")
-MOST = 2**63 - 1  # the index and the seed are part of file names
+MAX_INTEGER = 2**63 - 1  # the index and the seed are part of file names
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ def _integer(value: object, key: str, where: str) -> int | None:
     if value is None or value == "":
         return None
     text = str(value) if isinstance(value, (str, int)) else f"a {type(value).__name__}"
-    if not re.fullmatch(r"\s*\d{1,19}\s*", text) or int(text) > MOST:
+    if not re.fullmatch(r"\s*\d{1,19}\s*", text) or int(text) > MAX_INTEGER:
         raise ValueError(
-            f"{where}: {key} is {text[:50]!r}; it must be a whole number from 0 to {MOST}"
+            f"{where}: {key} is {text[:50]!r}; it must be a whole number from 0 to {MAX_INTEGER}"
         )
     return int(text)
 

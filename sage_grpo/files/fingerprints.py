@@ -14,12 +14,9 @@ from typing import BinaryIO
 NUM_BLOCKS = 64
 BLOCK = 1 << 20  # bytes
 SAMPLE = 4096  # bytes of a tensor, at its start and in its middle
-LARGEST_HEADER = 100 << 20  # bytes that safetensors allows
-CONVERTED = (
-    ".pth",
-    ".pt",
-    ".bin",
-)  # files that are read once, to make a safetensors file beside them
+MAX_HEADER = 100 << 20  # bytes that safetensors allows
+# suffixes of files that are read once, to make a safetensors file beside them
+CONVERTED = (".pth", ".pt", ".bin")
 
 
 def text_fingerprint(text: str) -> str:
@@ -60,7 +57,7 @@ def file_fingerprint(path: Path, blocks: int = NUM_BLOCKS, block_size: int = BLO
 def _sampled(
     path: Path, blocks: int, block_size: int, size: int, mtime_ns: int, inode: int
 ) -> bytes:
-    """As long as its last arguments are those of the file, it need not be read again."""
+    """The hash; cached by size, modification time and inode, so an unchanged file is read once."""
     spacing = max(block_size, -(-size // blocks))  # rounded up
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -78,7 +75,7 @@ def _tensor_places(file: BinaryIO) -> Iterator[int]:
     """Where each tensor of a safetensors file starts, and its middle; nothing if the header cannot be read."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    if length > LARGEST_HEADER:
+    if length > MAX_HEADER:
         return
     try:
         header = json.loads(file.read(length))

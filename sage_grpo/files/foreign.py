@@ -1,4 +1,4 @@
-"""Paths from others: opened without following links, regular files only, inside a named folder, up to a size.
+"""Untrusted paths: opened without following links, regular files only, inside a named folder, up to a size.
 
 A run folder, a checkpoint or a prompt file may come from somebody else. A name in it may be a link to a file of the
 user, lead out of its folder, or be a device or a pipe that never ends.
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 
 class Refused(ValueError):
-    """Why a path of others is not used, in one sentence."""
+    """Why an untrusted path is refused, in one sentence."""
 
 
 def inside(root: Path, path: Path) -> Path:
@@ -29,7 +29,7 @@ def inside(root: Path, path: Path) -> Path:
 @contextmanager
 def open_regular(path: Path, most_bytes: int | None = None) -> Iterator[BinaryIO]:
     """Open a regular file to read its bytes; refuses a link, a device, a pipe, a folder, and too many bytes."""
-    # a pipe without a writer would be waited for
+    # opening a pipe without a writer would block
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags)
@@ -66,7 +66,7 @@ def copy_regular(source: str | Path, target: str | Path) -> None:
 def check_regular(folder: Path, names: Iterable[str], unless_below: Collection[str] = ()) -> None:
     """Refuse a link, a pipe or a device among `names` of a folder and everything below them.
 
-    unless_below: those of `names` in whose contents they do no harm, or are checked elsewhere.
+    unless_below: those of `names` whose contents are harmless, or checked elsewhere.
     """
     for name in names:
         path = folder / name
@@ -87,7 +87,7 @@ def _check_kind(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that appears complete, in place of whatever has its name: nothing is written through a link."""
+    """Replace a file atomically; if its name is a link, the link is replaced, not the file it leads to."""
     draft = new_name(path)
     try:
         with draft.open("x", encoding="utf-8", errors="replace") as file:

@@ -10,12 +10,12 @@ from typing import Any
 from sage_grpo.files.foreign import replace_text
 
 # far above any real model
-LARGEST = 2**31
-MOST_LAYERS = 1000
+MAX_VALUE = 2**31
+MAX_LAYERS = 1000
 
 KINDS = {
-    int: f"a whole number above 0, below {LARGEST}",
-    float: f"a number above 0, below {LARGEST}",
+    int: f"a whole number above 0, below {MAX_VALUE}",
+    float: f"a number above 0, below {MAX_VALUE}",
     tuple: "a list of whole numbers above 0",
     bool: "true or false",
     str: "a text",
@@ -24,7 +24,7 @@ KINDS = {
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would block
         raise FileNotFoundError(f"{path} is missing; download that folder again")
     try:
         values = json.loads(path.read_bytes())
@@ -50,7 +50,7 @@ def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
             if isinstance(value, dict):
                 pending.append(value)
             size = len(value) if isinstance(value, list) else value
-            limit = MOST_LAYERS if "layers" in name or "depth" in name else LARGEST
+            limit = MAX_LAYERS if "layers" in name or "depth" in name else MAX_VALUE
             # written so that NaN is rejected too
             if type(size) in (int, float) and not abs(size) < limit:
                 raise ValueError(
@@ -72,12 +72,12 @@ def _is_kind(value: Any, kind: type) -> bool:
     if kind in (bool, str):
         return type(value) is kind
     # an int may stand for a float; a bool, which is an int too, stands for neither
-    return type(value) in (int, kind) and 0 < value < LARGEST
+    return type(value) in (int, kind) and 0 < value < MAX_VALUE
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turn whatever other packages raise about a file's content into one line that names the file."""
+    """Turn any error that other packages raise about a file's content into one line that names the file."""
     try:
         yield
     except Exception as error:  # anything from KeyError to classes of those packages

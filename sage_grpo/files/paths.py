@@ -1,17 +1,17 @@
-"""Paths that a user names: whether they can be used, said before work begins, and in a sentence that names the flag."""
+"""Paths that a user names: checked before work begins, with errors that name the flag."""
 
 import os
 from pathlib import Path
 
-LONGEST_NAME = 255  # bytes of one part of a path, on every common file system
-LONGEST_PATH = 4095  # bytes
+MAX_NAME_BYTES = 255  # bytes of one part of a path, on every common file system
+MAX_PATH_BYTES = 4095  # bytes
 SHOWN = 120  # characters of a path in a message
 
 
 def is_too_long(path: str | Path) -> bool:
-    """Whether no file system takes this path."""
-    parts = os.fsencode(path).split(b"/")
-    return max(map(len, parts)) > LONGEST_NAME or sum(map(len, parts)) + len(parts) > LONGEST_PATH
+    """Whether the path is longer than file systems allow."""
+    sizes = [len(part) for part in os.fsencode(path).split(b"/")]
+    return max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES
 
 
 def shown(path: str | Path) -> str:

@@ -116,7 +116,7 @@ class Origin:
     license_link: str = ""
 
 
-MOST_RESIDENT = 1e8  # bytes of encoders that may stay on a GPU during training: what no plan of memory would notice
+MAX_RESIDENT = 1e8  # bytes of encoders that may stay on a GPU during training: what no plan of memory would notice
 
 
 class BrokenClip(ValueError):
@@ -215,7 +215,7 @@ class Backbone(ABC):
         later; and a cache that others will read has to be complete. Else each request is encoded when it is needed: the
         run begins earlier, and may never reach some.
         """
-        must_leave = self.device.type != "cpu" and self.encoder_bytes > MOST_RESIDENT
+        must_leave = self.device.type != "cpu" and self.encoder_bytes > MAX_RESIDENT
         return must_leave or self.cache_dir is not None
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from sage_grpo.files.tensor_files import all_finite
 from sage_grpo.models.denoiser import TRANSFORMER
 from sage_grpo.models.lora import read_scaled_adapter
-from sage_grpo.models.names import Rule, find, read_rules, to_original
+from sage_grpo.models.names import NameRule, find, read_rules, to_original
 from sage_grpo.models.weights import Weights
 
 PREFIX = "diffusion_model."
@@ -42,10 +42,10 @@ def has_layout(names: Iterable[str]) -> bool:
     return all(find(rules, name) for name in names)
 
 
-def _closest(names: Sequence[str]) -> list[Rule]:
+def _closest(names: Sequence[str]) -> list[NameRule]:
     """The rules of the model that has most of the names; `to_original` and `lora` then reject the others."""
 
-    def num_known(rules: list[Rule]) -> int:
+    def num_known(rules: list[NameRule]) -> int:
         return sum(find(rules, name) is not None for name in names)
 
     return max(RULES, key=num_known)
@@ -78,7 +78,7 @@ def lora(adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     rules = _closest([f"{layer}.weight" for layer in layers])
 
     # of each ComfyUI module: the rule, A and B of the layers that it consists of
-    parts: dict[str, list[tuple[Rule, Tensor, Tensor]]] = {}
+    parts: dict[str, list[tuple[NameRule, Tensor, Tensor]]] = {}
     for layer in layers:
         match = find(rules, f"{layer}.weight")
         if match is None:
@@ -96,7 +96,7 @@ def lora(adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_sizes(module: str, pairs: Sequence[tuple[Rule, Tensor, Tensor]]) -> None:
+def _check_sizes(module: str, pairs: Sequence[tuple[NameRule, Tensor, Tensor]]) -> None:
     """Reject layers that cannot be stacked into one module, because their inputs or outputs differ."""
     inputs = {a.shape[1] for _, a, _ in pairs}
     rows = {len(b) / len(rule.blocks) for rule, _, b in pairs}
@@ -106,7 +106,7 @@ def _check_sizes(module: str, pairs: Sequence[tuple[Rule, Tensor, Tensor]]) -> N
         )
 
 
-def _stack_b(pairs: Sequence[tuple[Rule, Tensor, Tensor]]) -> Tensor:
+def _stack_b(pairs: Sequence[tuple[NameRule, Tensor, Tensor]]) -> Tensor:
     """B of a module, (rows of all its blocks, sum of the layers' r)."""
     rule, _, b = pairs[0]
     block_rows = len(b) // len(rule.blocks)

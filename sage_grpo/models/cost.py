@@ -51,9 +51,8 @@ class Architecture:
     tiled: float = TILED  # per frame
 
     # context
-    cross: int = (
-        0  # tokens that the video attends to in a layer of its own; 0: they join the video's tokens
-    )
+    # tokens that the video attends to in a layer of its own; 0: they join the video's tokens
+    cross: int = 0
     image: int = 0  # tokens of an image, which join the context
 
     # transformers, of which a step runs one; the first of two at noise levels from `boundary` on

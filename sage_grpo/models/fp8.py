@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FORMAT = torch.float8_e4m3fn
-LARGEST = torch.finfo(FORMAT).max
+MAX_VALUE = torch.finfo(FORMAT).max
 CAPABILITY = (8, 9)  # the first that multiplies 8-bit floats
 MULTIPLE = 16  # both sizes of a weight must be a multiple of this, for the tensor cores
 
@@ -73,5 +73,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows (S, I) in 8 bits and their scales (S, 1) in fp32, whose product is x up to rounding."""
-    scale = (x.abs().amax(1, keepdim=True).float() / LARGEST).clamp_min(1e-12)
+    scale = (x.abs().amax(1, keepdim=True).float() / MAX_VALUE).clamp_min(1e-12)
     return (x / scale).to(FORMAT), scale

@@ -23,7 +23,7 @@ from sage_grpo.models.text import FolderEncoder
 from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.models.weights import Weights, load_model
 
-MOST_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
+MAX_POSITIONS = 1 << 24  # of a clip; 720p has 110,000
 TIMESTEPS = 1000  # the model's timestep is TIMESTEPS * sigma
 
 # Latent positions that go through the VAE together, by device type: small clips in batches, which
@@ -170,10 +170,10 @@ class LatentBackbone(Backbone):
                 )
         grid = ((frames - 1) // temporal + 1, height // spatial, width // spatial)
         positions = math.prod(grid)
-        if positions > MOST_POSITIONS:
+        if positions > MAX_POSITIONS:
             raise ValueError(
                 f"{frames} frames of {height} x {width} have {positions} latent positions, and no machine holds "
-                f"{MOST_POSITIONS}; lower num_frames, height or width."
+                f"{MAX_POSITIONS}; lower num_frames, height or width."
             )
         return (channels, *grid)
 

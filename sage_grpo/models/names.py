@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sage_grpo.models.weights import Rows
 
 
-class Rule(NamedTuple):
+class NameRule(NamedTuple):
     """Maps a tensor of another layout, split into `num_blocks` equal blocks of rows, to a diffusers tensor.
 
     `blocks` are those that the diffusers tensor consists of, in order.
@@ -26,9 +26,9 @@ class Rule(NamedTuple):
     num_blocks: int = 1
 
 
-def read_rules(path: Path) -> dict[str, list[Rule]]:
+def read_rules(path: Path) -> dict[str, list[NameRule]]:
     """The rules of a table, by the part of the model whose heading, such as [vae], they follow."""
-    rules: dict[str, list[Rule]] = {}
+    rules: dict[str, list[NameRule]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("# "):
             continue
@@ -37,10 +37,10 @@ def read_rules(path: Path) -> dict[str, list[Rule]]:
             rules[part] = []
             continue
         original, diffusers, *stacked = line.split()
-        rule = Rule(original, diffusers)
+        rule = NameRule(original, diffusers)
         if stacked:
             blocks, _, num_blocks = stacked[0].partition("/")
-            rule = Rule(
+            rule = NameRule(
                 original, diffusers, tuple(int(n) for n in blocks.split(",")), int(num_blocks)
             )
         rules[part].append(rule)
@@ -65,7 +65,7 @@ def _beginning(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\#", r"(\d+)") + r"(?=\.|$)")
 
 
-def find(rules: Sequence[Rule], name: str) -> tuple[Rule, str] | None:
+def find(rules: Sequence[NameRule], name: str) -> tuple[NameRule, str] | None:
     """The rule of a diffusers name, and the name in the other layout; None without a rule."""
     matches = []
     for rule in rules:
@@ -79,7 +79,7 @@ def find(rules: Sequence[Rule], name: str) -> tuple[Rule, str] | None:
 
 
 def to_original(
-    rules: Sequence[Rule], names: Iterable[str], layout: str
+    rules: Sequence[NameRule], names: Iterable[str], layout: str
 ) -> dict[str, tuple[Rows, ...]]:
     """The rows of diffusers tensors that make up each tensor of another layout, which errors call `layout`.
 

@@ -1,7 +1,4 @@
-"""Names of model versions that code refers to (`pretrained_transformer_version`), and a flag for some models only.
-
-Imports nothing heavy: the rules of the configuration need it before torch.
-"""
+"""Names of model versions that code refers to: values of `pretrained_transformer_version`. Imported without torch."""
 
 # Selects how a model is sampled and, in Tencent's layout, a subfolder of `transformer/`.
 DEFAULT_VERSION = "480p_t2v"

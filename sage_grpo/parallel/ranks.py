@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.parallel.device import choose_device
 
 # Seconds by which a collective outlasts the run's watchdog, so that the watchdog acts first and records what it ended.
@@ -183,7 +183,7 @@ class Ranks:
     def log_once(self, text: str) -> None:
         """Print a note for the operator, on one rank only."""
         if self.is_first:
-            print(f"note: {plain(text)}", file=sys.stderr, flush=True)
+            print(f"note: {terminal_text(text)}", file=sys.stderr, flush=True)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over all ranks in place, in one message; those of a sharded model are already summed.

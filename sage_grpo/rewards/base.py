@@ -28,8 +28,14 @@ MAX_WEIGHT = 1e9  # of a score in the total; beyond it sums lose what the other 
 
 
 class Reward(Protocol):
+    """What a reward has. A class need not inherit this; if it does, it gets the defaults of what it leaves out."""
+
     names: tuple[str, ...]  # names of the scores it returns
-    sees_requests = False  # whether it is given requests, with text and image, instead of prompts
+    sees_requests: bool = False  # whether it is given requests, with text and image, not prompts
+    # frames per second that it looks at, which its fingerprint then includes; None: not recorded
+    sample_fps: float | None = None
+    # why clips of the last batch have no score, one sentence each; `score` replaces it
+    failures: Sequence[str] = ()
 
     def check(self, prompts: Sequence[str]) -> None:
         """Reject prompts that cannot be scored, before anything is sampled for them; by default none."""
@@ -84,15 +90,15 @@ class Scores:
     exceptions: int = 0  # calls that raised an error or took too long
 
 
-Prompts = Sequence[str | Request]
+Requests = Sequence[Request | str]  # a plain prompt is a request without an image
 
 
-def prompts_for(reward: Reward, prompts: Prompts) -> list[Any]:
-    """What a reward is given for each clip: the request if it asks for requests, else the text."""
-    requests = [Request(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+def reward_inputs(reward: Reward, requests: Requests) -> list[Any]:
+    """What a reward is given for each clip: the request if it sees requests, otherwise the prompt."""
+    complete = [Request(request) if isinstance(request, str) else request for request in requests]
     if getattr(reward, "sees_requests", False):
-        return requests
-    return [request.text for request in requests]
+        return complete
+    return [request.text for request in complete]
 
 
 class Composite:
@@ -107,8 +113,8 @@ class Composite:
     ) -> None:
         """`weights`: by score name; with several rewards, by reward and then name (a number if it has one score).
 
-        Without weights, every score has weight 1; so has the only score of an only reward if the weights are of
-        others. `timeout`: seconds that a batch may take.
+        Without weights, every score has weight 1. A single score also gets weight 1 if the weights name only scores
+        of other rewards, as those of a recipe may. `timeout`: seconds that a batch may take.
         """
         self.rewards = dict(rewards)
         self.batch_size = batch_size
@@ -116,11 +122,12 @@ class Composite:
         self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
         self._check_names()
         self.note = ""  # what in the weights was not used, in a sentence
-        if weights and _are_of_others(self.rewards, weights):
+        if weights and _are_for_other_rewards(self.rewards, weights):
             (score,) = self.names
             given = ", ".join(map(str, weights))
             self.note = (
-                f"the reward_weights are those of {given}; the only score, {score}, counts 1"
+                f"reward_weights names scores of other rewards ({given}); "
+                f"the single score, {score}, gets weight 1"
             )
             weights = None
         if weights is None:
@@ -158,19 +165,20 @@ class Composite:
         fingerprints = {}
         for name, reward in self.rewards.items():
             parts = {"code": _code_fingerprint(reward)}
-            if hasattr(reward, "sample_fps"):
-                parts["sample_fps"] = str(reward.sample_fps)
+            sample_fps = getattr(reward, "sample_fps", None)
+            if sample_fps is not None:
+                parts["sample_fps"] = str(sample_fps)
             if hasattr(reward, "fingerprint"):
                 parts.update(reward.fingerprint())
             for part, value in parts.items():
                 fingerprints[f"{name} {part}"] = value
         return fingerprints
 
-    def check(self, prompts: Prompts) -> None:
-        """Reject prompts that one of the rewards cannot score."""
+    def check(self, requests: Requests) -> None:
+        """Reject requests that one of the rewards cannot score."""
         for name, reward in self.rewards.items():
             with contained(f"the reward {name} cannot check the prompts"):
-                reward.check(prompts_for(reward, prompts))
+                reward.check(reward_inputs(reward, requests))
 
     def total(self, named: Mapping[str, Any]) -> Any:
         """The weighted sum; a score with weight 0 may be NaN."""
@@ -182,7 +190,7 @@ class Composite:
         alone.batch_size = 1
         return alone
 
-    def score(self, clips: Sequence[Tensor | None], prompts: Prompts, fps: float) -> Scores:
+    def score(self, clips: Sequence[Tensor | None], requests: Requests, fps: float) -> Scores:
         """Score uint8 clips (F, H, W, 3); None is a clip that could not be decoded and counts as failed."""
         named = {
             name: torch.full((len(clips),), math.nan, dtype=torch.float64) for name in self.names
@@ -194,9 +202,9 @@ class Composite:
             for rows in self._batches(decoded):
                 self.on_batch()
                 batch_clips = [clips[row] for row in rows]
-                batch_prompts = prompts_for(reward, [prompts[row] for row in rows])
+                inputs = reward_inputs(reward, [requests[row] for row in rows])
                 try:
-                    scores = within(self.timeout, reward.score, batch_clips, batch_prompts, fps)
+                    scores = within(self.timeout, reward.score, batch_clips, inputs, fps)
                     scores = _checked(reward, scores, len(rows))
                     failed_clips = list(getattr(reward, "failures", ()))
                 except TimeoutError as error:
@@ -217,7 +225,13 @@ class Composite:
         not_decoded = len(clips) - len(decoded)
         if not_finite > not_decoded and not errors:
             errors.append(f"{not_finite - not_decoded} score(s) are not finite")
-        return Scores(total, named, errors, self.weights, exceptions)
+        return Scores(
+            total=total,
+            named=named,
+            errors=errors,
+            weights=self.weights,
+            exceptions=exceptions,
+        )
 
     def num_batches(self, num_clips: int) -> int:
         """How often `on_batch` is called while so many clips are scored."""
@@ -252,10 +266,10 @@ def _checked(reward: Reward, scores: Mapping[str, Tensor], count: int) -> dict[s
     return checked
 
 
-def _are_of_others(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> bool:
-    """Whether weights, such as those of a recipe, belong to other rewards than an only one with an only score.
+def _are_for_other_rewards(rewards: Mapping[str, Reward], weights: Mapping[str, Any]) -> bool:
+    """Whether there is a single score, and the weights name only other rewards, such as those of a recipe.
 
-    A name that is nearly right is a mistake, and left to be refused.
+    A name that is nearly right is a mistake: False, so that it is refused later.
     """
     names = [*rewards, *(score for reward in rewards.values() for score in reward.names)]
     if len(names) != 2:

@@ -19,7 +19,7 @@ from sage_grpo.files.json_files import printable
 from sage_grpo.rewards.base import Setup
 
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each retry, unless the server asks for more
-LONGEST_PAUSE = 60.0  # seconds that a server may ask for
+MAX_PAUSE = 60.0  # seconds that a server may ask for
 MAX_ANSWER = 1 << 24  # bytes
 MAX_CHUNK = 1 << 22  # bytes sent at once; the most of a clip that is ever copied
 
@@ -41,7 +41,7 @@ def read_token() -> str:
 
 
 def read_json(text: bytes | bytearray) -> Any:
-    """Parse JSON; RemoteError if it is none."""
+    """Parse JSON; RemoteError if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -50,7 +50,7 @@ def read_json(text: bytes | bytearray) -> Any:
 
 @dataclass(frozen=True)
 class Response:
-    """A response as it came."""
+    """A response, not yet checked."""
 
     status: int
     body: bytes
@@ -81,7 +81,7 @@ class ServerClient:
     def _ask_in_time(
         self, method: str, path: str, parts: Sequence[bytes | memoryview] = ()
     ) -> dict[str, Any]:
-        """`_ask` with a deadline for everything together: a server may send byte after byte, each of them in time."""
+        """`_ask` with an overall deadline: a server that sends a byte at a time never exceeds the read timeout."""
         try:
             return within(self.start_timeout, self._ask, method, path, parts)
         except TimeoutError as error:
@@ -110,7 +110,7 @@ class ServerClient:
                 problem = printable(f"{type(error).__name__}: {error}")
             if pause is not None:
                 requested = float(retry_after) if retry_after.isdecimal() else 0.0
-                time.sleep(max(pause, min(requested, LONGEST_PAUSE)))
+                time.sleep(max(pause, min(requested, MAX_PAUSE)))
         raise RemoteError(
             f"remote_reward_url {self.url} could not be used {len(PAUSES) + 1} times in a row "
             f"({problem}); is {self.hint} running there?"

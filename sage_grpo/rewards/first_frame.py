@@ -15,7 +15,7 @@ from sage_grpo.rewards.base import Reward, Setup
 from sage_grpo.rewards.video_frames import check_clips
 
 
-class FirstFrame(Reward):
+class FirstFrameReward(Reward):
     names: tuple[str, ...] = ("first_frame",)
     sees_requests = True
 

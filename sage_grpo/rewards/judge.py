@@ -34,13 +34,13 @@ from sage_grpo.rewards.video_frames import check_clips, sample_indices
 
 RUBRIC = Path(__file__).with_name("rubric.txt")
 PLACEHOLDER = "{prompt}"
-MOST_TOKENS = 2**31  # of one answer
-MOST_BYTES = 1 << 16  # of a file in the cache
+MAX_TOKENS = 2**31  # of one answer
+MAX_BYTES = 1 << 16  # of a file in the cache
 
 
 @dataclass(frozen=True)
 class Rubric:
-    """What the judge is asked."""
+    """The instructions to the judge."""
 
     text: str  # with PLACEHOLDER where the prompt belongs
     names: tuple[str, ...]  # of the scores
@@ -90,7 +90,7 @@ class Judge(ServerClient, Reward):
         atexit.register(self._print_counts)
 
     def _choose_model(self, wanted: str | None) -> str:
-        """The wanted model if the server has it; without a wish, the only one that it has."""
+        """The wanted model if the server has it; by default, the only one that it has."""
         models = self._ask_in_time("GET", "/v1/models").get("data") or []
         if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
             raise RemoteError(
@@ -154,7 +154,7 @@ class Judge(ServerClient, Reward):
         self._store(key, scores)
         return scores, tokens | {"asked": 1}
 
-    # the cache saves questions; without it, or with a damaged file in it, they are asked again
+    # the cache only saves requests: what is missing or damaged in it is asked again
 
     def _cached(self, key: str) -> dict[str, float] | None:
         """Scores from the cache folder; None if they are not there or cannot be read."""
@@ -162,7 +162,7 @@ class Judge(ServerClient, Reward):
             return None
         file = self.cache / f"{key}.json"
         try:
-            return checked(read_json(read_bytes(file, MOST_BYTES)), self.names, str(file))
+            return checked(read_json(read_bytes(file, MAX_BYTES)), self.names, str(file))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -255,11 +255,11 @@ def _usable_cache(path: str | None) -> Path | None:
 
 
 def token_counts(usage: Any) -> dict[str, int]:
-    """What an answer says about its cost; 0 where it says nothing useful, which is no reason to drop its scores."""
+    """Token counts of an answer; 0 where they are missing or invalid, which does not invalidate its scores."""
     counts = {}
     for kind in ("prompt_tokens", "completion_tokens"):
         count = usage.get(kind) if isinstance(usage, dict) else None
-        counts[kind] = count if type(count) is int and 0 <= count < MOST_TOKENS else 0
+        counts[kind] = count if type(count) is int and 0 <= count < MAX_TOKENS else 0
     return counts
 
 

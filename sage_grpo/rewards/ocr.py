@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sage_grpo.rewards.base import Setup
+from sage_grpo.rewards.base import Reward, Setup
 from sage_grpo.rewards.video_frames import check_clips, sample_indices
 
 
-class OcrReward:
-    names = ("ocr",)
+class OcrReward(Reward):
+    names: tuple[str, ...] = ("ocr",)
 
     def __init__(self, setup: Setup) -> None:
         try:

@@ -1,6 +1,7 @@
 """Rewards that a command line can name: `module:attribute`, called with a `Setup`.
 
-To add one, write a file like `sage_grpo/rewards/ocr.py` and add a row (docs/extending.md).
+To add one, copy `motion.py`, the simplest, and add a row (docs/extending.md). Its memory and time go under [rewards] in
+`sage_grpo/tools/plan/calibration.toml`; without them the planner leaves it out and says so.
 """
 
 REWARDS = {
@@ -8,7 +9,7 @@ REWARDS = {
     "clipscore": "sage_grpo.rewards.clip:ClipScore",
     "pickscore": "sage_grpo.rewards.clip:PickScore",
     "ocr": "sage_grpo.rewards.ocr:OcrReward",
-    "first_frame": "sage_grpo.rewards.first_frame:FirstFrame",
+    "first_frame": "sage_grpo.rewards.first_frame:FirstFrameReward",
     "motion": "sage_grpo.rewards.motion:Motion",
     "judge": "sage_grpo.rewards.judge:Judge",
     "remote": "sage_grpo.rewards.remote:RemoteReward",

@@ -52,7 +52,7 @@ class RemoteReward(ServerClient):
             )
         if not _is_number(info.get("max_clips", 1)):
             raise RemoteError(
-                f"{self.url} takes {printable(info['max_clips'])} clips; a number is expected"
+                f"{self.url} accepts {printable(info['max_clips'])} clips; a number is expected"
             )
         self.names: tuple[str, ...] = tuple(info["names"])
         self.max_clips = info.get("max_clips", math.inf)  # of a request
@@ -76,7 +76,7 @@ class RemoteReward(ServerClient):
         size = sum(map(len, parts))
         if len(clips) > self.max_clips or size > self.max_bytes:
             raise RemoteError(
-                f"{len(clips)} clips of {size} bytes are more than {self.url} takes at once "
+                f"{len(clips)} clips of {size} bytes are more than {self.url} accepts at once "
                 f"({self.max_clips} clips, {self.max_bytes} bytes): "
                 "lower reward_batch_size or raise the server's limits"
             )

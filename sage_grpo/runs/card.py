@@ -54,13 +54,13 @@ def model_card(
     base: fingerprint of the base weights. image: whether clips begin with an image.
     comfyui: whether ComfyUI's layout has a place for the weights. origin: of the base weights.
     layout: of the card's folder, a layout of scripts/export_checkpoint.py or `checkpoint`; None: as training writes it.
-    experts: folders of the transformers that the weights are of, some or all of the model's `num_transformers`.
+    experts: folders of the transformers whose weights these are, out of the model's `num_transformers`.
     """
     layout = layout or ("lora" if recipe["use_lora"] else "checkpoint")
     lora = layout == "lora" or (layout == "comfyui" and recipe["use_lora"])
     files: dict[str, str | bytes] = {}
-    steps = column(run.rewards, "step")
-    rewards = column(run.rewards, "reward/total")
+    steps = column(run.iteration_lines, "step")
+    rewards = column(run.iteration_lines, "reward/total")
     known = np.isfinite(rewards)
     if known.sum() > 1:
         files["curves.png"] = curve(steps[known], rewards[known])
@@ -113,7 +113,7 @@ def _on_long_lines(values: dict[str, Any]) -> str:
 
 
 def front_matter(origin: Origin, lora: bool, image: bool) -> dict[str, Any]:
-    """What a hub reads of a card; nothing is claimed about weights of unknown origin."""
+    """The front matter that a hub reads; nothing is claimed about weights of unknown origin."""
     front: dict[str, Any] = {
         "library_name": "diffusers",
         "pipeline_tag": f"{'image' if image else 'text'}-to-video",

@@ -1,6 +1,6 @@
 """A run as the diagnosis sees it: its settings, and the measurements that several rules share.
 
-Shapes: N logged iterations, T denoising steps. What a run did not record is NaN.
+Shapes: N iterations with all metrics, T denoising steps. What a run did not record is NaN.
 """
 
 import math
@@ -17,9 +17,9 @@ from sage_grpo.intervals import Interval, interval, student_95
 from sage_grpo.runs.clips import Clip, Pair, pair_clips, read_validations
 from sage_grpo.runs.history import Line, RunHistory, column, numbers, text_of
 
-FEWEST_FOR_TREND = 8  # iterations or updates before which nothing is said about a trend
-# logged iterations before which early and late ones are not compared
-FEWEST_FOR_LATE = 2 * FEWEST_FOR_TREND + 1
+MIN_FOR_TREND = 8  # iterations or updates needed for a statement about a trend
+# logged iterations needed to compare late ones with early ones
+MIN_FOR_LATE = 2 * MIN_FOR_TREND + 1
 
 
 def gradient_signal(lines: Sequence[Line]) -> tuple[float, float]:
@@ -30,7 +30,7 @@ def gradient_signal(lines: Sequence[Line]) -> tuple[float, float]:
     shares = column(lines, "signal/gradient")
     squares = column(lines, "policy/grad_norm") ** 2
     known = np.isfinite(shares) & (squares > 0)
-    if known.sum() < FEWEST_FOR_TREND:
+    if known.sum() < MIN_FOR_TREND:
         return math.nan, math.nan
     weights = squares[known] / squares[known].sum()
     share = shares[known] @ weights
@@ -67,7 +67,7 @@ class Case:
 
     def values(self, key: str) -> np.ndarray:
         """The finite values of a metric."""
-        values = column(self.run.train, key)
+        values = column(self.run.full_lines, key)
         return values[np.isfinite(values)]
 
     def mean(self, key: str) -> float:
@@ -79,10 +79,10 @@ class Case:
     def early_and_late(self, key: str) -> tuple[float, float]:
         """Medians over the first 8 and the last 4 iterations, without the very first, which warms up."""
         values = self.values(key)[1:]
-        if len(values) < FEWEST_FOR_LATE - 1:
+        if len(values) < MIN_FOR_LATE - 1:
             return math.nan, math.nan
-        early = values[:FEWEST_FOR_TREND]
-        late = values[-FEWEST_FOR_TREND // 2 :]
+        early = values[:MIN_FOR_TREND]
+        late = values[-(MIN_FOR_TREND // 2) :]
         return float(np.median(early)), float(np.median(late))
 
     def schedule(self, key: str) -> np.ndarray:
@@ -92,7 +92,7 @@ class Case:
     @cached_property
     def rescorings(self) -> list[Line]:
         """The lines of iterations and validations in which a few clips were scored again."""
-        lines = [*self.run.train, *self.run.validations]
+        lines = [*self.run.full_lines, *self.run.validations]
         return [line for line in lines if "signal/rescoring" in line]
 
     def rescoring(self, key: str) -> float:
@@ -101,11 +101,11 @@ class Case:
         values = values[np.isfinite(values)]
         return math.sqrt(np.square(values).mean()) if len(values) else math.nan
 
-    # how much is there to judge by?
+    # is there enough data to judge?
 
     def iteration_of_line(self, count: int) -> int:
         """The iteration that writes the `count`th line of training metrics."""
-        missing = max(0, count - len(self.run.train))
+        missing = max(0, count - len(self.run.full_lines))
         return self.run.iterations + missing * self.config.log_interval
 
     @property
@@ -160,10 +160,10 @@ class Case:
     @cached_property
     def training_slope(self) -> Interval:
         """Change of the training reward per iteration."""
-        steps = column(self.run.train, "step")
-        rewards = column(self.run.train, "reward/total")
+        steps = column(self.run.full_lines, "step")
+        rewards = column(self.run.full_lines, "reward/total")
         known = np.isfinite(rewards)
-        if known.sum() < FEWEST_FOR_TREND:
+        if known.sum() < MIN_FOR_TREND:
             return interval([])
         (slope, _), covariance = np.polyfit(steps[known], rewards[known], 1, cov=True)
         half = student_95(int(known.sum()) - 2) * math.sqrt(max(covariance[0, 0], 0.0))
@@ -218,7 +218,7 @@ class Case:
         if not validations:
             return math.nan
         next_step = validations[0]["step"] + 1
-        iterations = [line for line in self.run.train if line["step"] == next_step]
+        iterations = [line for line in self.run.full_lines if line["step"] == next_step]
         if not iterations:
             return math.nan
 
@@ -251,8 +251,8 @@ class Case:
         clips = self.trained_clips * c.gradient_accumulation_steps
         pairs = clips * trained.sum(1) / c.updates_per_rollout
 
-        weight = column(self.run.train, "kl/coef") * c.dual_kl_moving_weight
-        advantage_size = column(self.run.train, "signal/advantage_size")
+        weight = column(self.run.full_lines, "kl/coef") * c.dual_kl_moving_weight
+        advantage_size = column(self.run.full_lines, "signal/advantage_size")
         advantage_size = np.where(advantage_size > 0, advantage_size, 1.0)  # 1: not recorded
         pull = weight * np.sqrt(pairs * kl_square / np.maximum(policy_square, 1e-30))
         pull /= advantage_size

@@ -19,13 +19,13 @@ from sage_grpo.runs.history import RunError, as_float
 from sage_grpo.runs.media import contact_sheet, thumbnails, write_mp4
 
 LISTING = "clips.json"
-MOST_BYTES = 1 << 28  # of a listing
+MAX_BYTES = 1 << 28  # of a listing
 SHEET = "sheet.png"
 SHEET_ROWS = 16
 # kind of metric -> key of a record
-PLACES = {"reward": "scores", "holdout": "holdout", "gold": "gold"}
+RECORD_KEYS = {"reward": "scores", "holdout": "holdout", "gold": "gold"}
 # what a record must have; the others have defaults
-REQUIRED = {"file": str, "prompt": str, "seed": int} | dict.fromkeys(PLACES.values(), dict)
+REQUIRED = {"file": str, "prompt": str, "seed": int} | dict.fromkeys(RECORD_KEYS.values(), dict)
 
 Record = dict[str, Any]
 
@@ -111,8 +111,8 @@ def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
     for record in read_listing(listing):
         values = {
             f"{kind}/{name}": value
-            for kind, place in PLACES.items()
-            for name, value in record[place].items()
+            for kind, key in RECORD_KEYS.items()
+            for name, value in record[key].items()
         }
         path = folder / record["file"] if anywhere else beside(listing, record["file"])
         image = str(record.get("image", ""))
@@ -123,7 +123,7 @@ def read_clips(folder: Path, anywhere: bool = False) -> list[Clip]:
 def read_listing(path: Path) -> list[Record]:
     """The records of a clips.json; scores are numbers, NaN where there is none."""
     try:
-        records = json.loads(read_bytes(path, MOST_BYTES))
+        records = json.loads(read_bytes(path, MAX_BYTES))
         if not isinstance(records, list):
             raise ValueError("it is not a list of clips")
     except (ValueError, RecursionError) as error:
@@ -133,16 +133,16 @@ def read_listing(path: Path) -> list[Record]:
 
 def checked(record: Any, where: str) -> Record:
     """A record with all of its parts; one that lacks file or prompt, or has a part of another kind, is rejected."""
-    defaults = {"seed": 0} | {place: {} for place in PLACES.values()}
+    defaults = {"seed": 0} | {key: {} for key in RECORD_KEYS.values()}
     record = defaults | (record if isinstance(record, dict) else {})
     for name, kind in REQUIRED.items():
         if not isinstance(record.get(name), kind):
             raise RunError(
                 f"{where} has {name} {record.get(name)!r:.100}; correct or delete that entry"
             )
-    for place in PLACES.values():
-        scores = record[place].items()
-        record[place] = {name: as_float(value, f"{name} in {where}") for name, value in scores}
+    for key in RECORD_KEYS.values():
+        scores = record[key].items()
+        record[key] = {name: as_float(value, f"{name} in {where}") for name, value in scores}
     return record
 
 

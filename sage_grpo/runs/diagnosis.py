@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sage_grpo.config.fields import FIELDS, Config
-from sage_grpo.runs.case import FEWEST_FOR_TREND, Case, gradient_signal
+from sage_grpo.runs.case import MIN_FOR_TREND, Case, gradient_signal
 from sage_grpo.runs.history import RunHistory, column
 
 BF16 = 2.0**-9  # relative rounding error
@@ -31,7 +31,8 @@ class Rule:
     remedy: str
     remedy_if_set: str = ""  # the remedy of a run that has one of the settings in `remedy` already
     panel: str = ""  # the figure of report.html that shows it
-    silent_while_rising: bool = False  # and as long as it is too early to tell
+    # not reported while the reward rises, nor while it is too early to tell
+    only_if_flat_or_falling: bool = False
     stop_message: str = ""  # part of the message with which a run stops for this reason
 
 
@@ -59,7 +60,7 @@ class Finding:
 
 
 def settings_in(remedy: str) -> dict[str, str]:
-    """Values by flag that a remedy advises, such as `--compile False`; resuming is no setting but a step to take."""
+    """Values by flag that a remedy advises, such as `--compile False`; resuming is an action, not a setting."""
     values = {}
     for flag, word in re.findall(r"--(\w+) ([\w.-]+)", remedy):
         if flag in FIELDS and flag != "resume_from_checkpoint":
@@ -85,10 +86,10 @@ def diagnose(run: RunHistory) -> list[Finding]:
     case = Case(run)
     findings = []
     for rule in RULES.values():
-        evidence = rule.evidence(case) if run.train and case.has_config else None
+        evidence = rule.evidence(case) if run.full_lines and case.has_config else None
         if evidence is None and rule.stop_message and rule.stop_message in case.failure:
             evidence = f"the run stopped: {case.failure:.200}"
-        if evidence is None or (rule.silent_while_rising and case.direction in (1, None)):
+        if evidence is None or (rule.only_if_flat_or_falling and case.direction in (1, None)):
             continue
         findings.append(Finding(rule, evidence, case.config))
     return findings
@@ -131,7 +132,7 @@ def first_ratio_is_not_one(case: Case) -> str | None:
 def ranks_differ(case: Case) -> str | None:
     checksums = {"signal/rank_weights": "weights", "signal/rank_prompts": "prompts or seeds"}
     for key, what in checksums.items():
-        steps = [line["step"] for line in case.run.train if line.get(key)]
+        steps = [line["step"] for line in case.run.full_lines if line.get(key)]
         if steps:
             return f"{what} differ between ranks since iteration {min(steps)}"
     return None
@@ -146,7 +147,7 @@ def ranks_differ(case: Case) -> str | None:
 )
 def gradients_are_not_finite(case: Case) -> str | None:
     key = "policy/grad_norm"
-    norms = [line[key] for line in case.run.train if key in line]
+    norms = [line[key] for line in case.run.full_lines if key in line]
     missing = norms.count(None)
     if missing > 0.02 * len(norms):
         return f"no finite gradient in {missing} of {len(norms)} updates"
@@ -163,7 +164,7 @@ def gradients_are_not_finite(case: Case) -> str | None:
 def rewards_fail(case: Case) -> str | None:
     share = case.mean("reward/failed") / case.clips_per_rollout
     if share > 0.02:
-        errors = [line["reward/error"] for line in case.run.train if line.get("reward/error")]
+        errors = [line["reward/error"] for line in case.run.full_lines if line.get("reward/error")]
         first = str(errors[0]) if errors else "an unknown error"
         return f"{share:.1%} of the rewards failed, first with: {first:.120}"
     return None
@@ -248,14 +249,14 @@ def reward_depends_on_its_call(case: Case) -> str | None:
     "wrong anchor",
     cause="The KL pulls the policy toward weights other than those it had when the anchor was due.",
     remedy=(
-        "--resume_from_checkpoint last_good; check --update_ref_model_step and whatever loads or copies weights."
+        "--resume_from_checkpoint last_good; check --update_ref_model_step and all code that loads or copies weights."
     ),
     panel="KL",
 )
 def anchor_is_wrong(case: Case) -> str | None:
     c = case.config
     keys = ("signal/anchor_moved", "kl/anchor_age", "lr", "signal/weight_rms")
-    distance, age, learning_rate, weight_rms = (column(case.run.train, key) for key in keys)
+    distance, age, learning_rate, weight_rms = (column(case.run.full_lines, key) for key in keys)
     # optimizers move a weight by about the learning rate, and weight decay by that share of it; rounding adds a little
     per_update = learning_rate * (1 + c.weight_decay * weight_rms)
     reachable = 2 * per_update * age + 2 * BF16 * weight_rms + 1e-30
@@ -315,7 +316,7 @@ def gradient_is_below_eps(case: Case) -> str | None:
     remedy="--master_weight_type fp32 (with bf16 computation: --enable_fsdp True).",
     remedy_if_set="fp32 for --master_weight_type.",
     panel="Learning rate",
-    silent_while_rising=True,
+    only_if_flat_or_falling=True,
 )
 def weights_are_too_coarse(case: Case) -> str | None:
     spacing = 2 * BF16 * case.mean("signal/weight_rms")
@@ -333,7 +334,7 @@ def weights_are_too_coarse(case: Case) -> str | None:
         " more --num_generations, a larger --eta."
     ),
     panel="Exploration",
-    silent_while_rising=True,
+    only_if_flat_or_falling=True,
 )
 def groups_are_flat(case: Case) -> str | None:
     groups = case.mean("reward/flat_groups")
@@ -375,7 +376,7 @@ def reward_is_noisy(case: Case) -> str | None:
 )
 def validation_is_unlike_training(case: Case) -> str | None:
     slope = case.training_slope
-    iterations = case.run.train[-1]["step"] - case.run.train[0]["step"]
+    iterations = case.run.full_lines[-1]["step"] - case.run.full_lines[0]["step"]
     if case.run.breaks and case.validation_pairs:  # the two series may not begin together
         iterations = min(iterations, case.validated_iterations)
     least_gain = iterations * (slope.mean - slope.half)
@@ -435,7 +436,7 @@ def exploration_is_too_strong(case: Case) -> str | None:
     cause="Clips of a group differ mainly in their initial noise, for which no step gets credit.",
     remedy="a larger --eta (0.5 to 1), or more steps in --sde_window.",
     panel="Exploration noise",
-    silent_while_rising=True,
+    only_if_flat_or_falling=True,
 )
 def exploration_is_too_weak(case: Case) -> str | None:
     noise = float(np.linalg.norm(case.schedule("std")))
@@ -525,7 +526,7 @@ def pairs_are_clipped(case: Case) -> str | None:
     remedy="a smaller --kl_weight, or --use_moving_KL True with a smaller --update_ref_model_step.",
     remedy_if_set="a smaller --kl_weight, or a smaller --update_ref_model_step.",
     panel="KL",
-    silent_while_rising=True,
+    only_if_flat_or_falling=True,
 )
 def kl_is_too_strong(case: Case) -> str | None:
     if case.kl_pull > 3 and not case.drift > 0.5:
@@ -546,7 +547,7 @@ def drift_text(case: Case) -> str:
     cause="The policy moves, but not toward what the reward asks for.",
     remedy="a smaller --learning_rate or more clips per update, and --resume_from_checkpoint of a good step.",
     panel="KL",
-    silent_while_rising=True,
+    only_if_flat_or_falling=True,
 )
 def learning_rate_is_too_high(case: Case) -> str | None:
     change = case.reward_change
@@ -583,7 +584,7 @@ def kl_has_no_effect(case: Case) -> str | None:
         " fewer --warmup_steps if the warm-up has not ended."
     ),
     panel="KL",
-    silent_while_rising=True,
+    only_if_flat_or_falling=True,
 )
 def learning_rate_is_too_low(case: Case) -> str | None:
     """How far would the policy get until the end, if it kept its direction?"""
@@ -592,8 +593,8 @@ def learning_rate_is_too_low(case: Case) -> str | None:
     planned_updates = c.max_steps * c.updates_per_rollout / c.gradient_accumulation_steps
 
     # by its KL
-    kl = column(case.run.train, "kl/anchor")
-    age = column(case.run.train, "kl/anchor_age")
+    kl = column(case.run.full_lines, "kl/anchor")
+    age = column(case.run.full_lines, "kl/anchor_age")
     paces = np.sqrt(2 * kl) / np.maximum(age - 1, 1)
     changes = [max(paces[paces > 0], default=math.nan) * planned_updates]
 
@@ -607,7 +608,7 @@ def learning_rate_is_too_low(case: Case) -> str | None:
         changes.append(moved * planned_updates / case.validated_updates)
 
     change = max((value for value in changes if math.isfinite(value)), default=math.nan)
-    if not (updates >= FEWEST_FOR_TREND and change < 0.02):
+    if not (updates >= MIN_FOR_TREND and change < 0.02):
         return None
     text = f"at this pace the whole run changes the policy by {change:.1g}, where 1 is a visible change"
     reached = case.most("lr")
@@ -627,11 +628,11 @@ def learning_rate_is_too_low(case: Case) -> str | None:
         " with a smaller --learning_rate."
     ),
     panel="Gradient norm",
-    silent_while_rising=True,
+    only_if_flat_or_falling=True,
 )
 def clips_are_too_few(case: Case) -> str | None:
     c = case.config
-    share, error = gradient_signal(case.run.train)
+    share, error = gradient_signal(case.run.full_lines)
     if case.kl_pull > 1:  # then most of the gradient is the KL's
         return None
     if not share + error < 0.25:

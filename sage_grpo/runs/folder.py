@@ -62,9 +62,8 @@ class RunFolder:
         self.tracker: Tracker | None = None
         self.page = PageProcess(self.path)
         self.gallery = Gallery(self.path, config.rollout_videos)
-        self.report_module: str | None = (
-            None  # program that writes report.html; the caller names it
-        )
+        # program that writes report.html; the caller names it
+        self.report_module: str | None = None
         self.last_finding = ""  # name of the first finding, as last printed
 
         self._replaces = config.overwrite and not config.resume_from_checkpoint
@@ -120,7 +119,7 @@ class RunFolder:
         return names
 
     def _check_links(self) -> None:
-        """Reject a folder with a link where a run writes: it may come from others, and lead to files of the user."""
+        """Reject a folder with links where a run writes: a foreign folder's may lead to files of the user."""
         # checkpoints are checked by their manifests; wandb itself keeps links to its newest files
         try:
             check_regular(self.path, CONTENTS, unless_below=("checkpoints", "wandb"))
@@ -253,9 +252,9 @@ class RunFolder:
 
     @contextmanager
     def _optional(self, consequence: str) -> Iterator[None]:
-        """Context of work that training can do without: whatever it raises is a note.
+        """Context of optional work: any error in it is printed as a note, and training goes on.
 
-        It reads files that a crash or somebody else may have changed, and needs a machine that is not full.
+        The work reads files that may be damaged or foreign, and may run out of disk space or memory.
         """
         try:
             yield

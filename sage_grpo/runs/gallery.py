@@ -25,10 +25,10 @@ from sage_grpo.runs.media import write_mp4
 
 FOLDER = "rollouts"
 FILES = ("best.mp4", "worst.mp4")
-MOST_FRAMES = 49
-LARGEST_SIDE = 320  # pixels
+MAX_FRAMES = 49
+MAX_SIDE = 320  # pixels
 QUALITY = 6  # of 10
-MOST_WAIT = 20.0  # seconds for the last pair, when a run ends
+MAX_WAIT = 20.0  # seconds for the last pair, when a run ends
 
 
 def extremes(totals: Sequence[float], groups: Sequence[Any]) -> tuple[int, int] | None:
@@ -55,7 +55,7 @@ def extremes(totals: Sequence[float], groups: Sequence[Any]) -> tuple[int, int] 
 
 
 class Gallery:
-    """Writes pairs in the background, one at a time; a pair that comes while one is written is left out."""
+    """Writes pairs in the background, one at a time; a pair that arrives while another is being written is dropped."""
 
     def __init__(self, run: Path, most: int) -> None:
         self.folder = run / FOLDER
@@ -63,7 +63,7 @@ class Gallery:
         self.work: Work | None = None
 
     def keep(self, step: int, clips: Sequence[Tensor], records: Sequence[Record], fps: int) -> None:
-        """Keep the best and the worst clip, uint8 (F, H, W, 3); raises what went wrong with the pair before."""
+        """Keep the best and the worst clip, uint8 (F, H, W, 3); raises the error of the previous pair, if any."""
         if self.work is not None:
             if not self.work.done():
                 return
@@ -73,7 +73,7 @@ class Gallery:
     def write(
         self, step: int, clips: Sequence[Tensor], records: Sequence[Record], fps: int
     ) -> None:
-        """Write a pair; its listing comes last, so that nobody reads half of it."""
+        """Write a pair; its listing is written last, so that readers never see half a pair."""
         folder = self.folder / f"step-{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         for file, clip in zip(FILES, clips, strict=True):
@@ -97,16 +97,16 @@ class Gallery:
     def finish(self) -> None:
         """Wait for the pair that is being written."""
         if self.work is not None:
-            wait([self.work], MOST_WAIT)
+            wait([self.work], MAX_WAIT)
 
 
 def small(clip: Tensor, fps: int) -> tuple[Tensor, int]:
-    """A clip (F, H, W, 3) with at most MOST_FRAMES frames and LARGEST_SIDE pixels on its longer side, and its fps."""
-    stride = math.ceil(len(clip) / MOST_FRAMES)
+    """A clip (F, H, W, 3) with at most MAX_FRAMES frames and MAX_SIDE pixels on its longer side, and its fps."""
+    stride = math.ceil(len(clip) / MAX_FRAMES)
     frames = clip[::stride].cpu()
-    factor = LARGEST_SIDE / max(clip.shape[1:3])
+    factor = MAX_SIDE / max(clip.shape[1:3])
     if factor < 1:
-        # sizes of H.264 are even
+        # H.264 needs even sizes
         size = [max(2, round(side * factor / 2) * 2) for side in clip.shape[1:3]]
         shrunk = torch.nn.functional.interpolate(
             frames.movedim(-1, 1).float(), size=size, mode="area"

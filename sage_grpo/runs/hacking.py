@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from sage_grpo.intervals import FEWEST, Interval, interval
+from sage_grpo.intervals import MIN_PAIRS, Interval, interval
 from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.history import RunError
 
@@ -20,9 +20,9 @@ def change(before: Sequence[Clip], after: Sequence[Clip], name: str) -> Interval
 
 
 def divergence(folder: Path, step: int, series: Collection[int] | None = None) -> str:
-    """What is wrong with the validation at `step` of a run folder, in one sentence; empty if nothing is.
+    """How the validation at `step` of a run folder shows reward hacking, in one sentence; empty if it shows none.
 
-    series: iterations whose validations had the same yardstick, the only ones it is compared with; None: all of them.
+    series: iterations whose validations had the same yardstick, the only ones to compare it with; None: all.
     """
     try:
         validations = read_validations(folder)
@@ -48,8 +48,8 @@ def _divergence(validations: Mapping[int, Sequence[Clip]], step: int) -> str:
     for start in dict.fromkeys([first, best]):
         reward = change(validations[start], validations[step], "reward")
         held_out = change(validations[start], validations[step], "held_out")
-        if min(reward.count, held_out.count) < FEWEST:
-            raise RunError(f"that takes {FEWEST} clips in each validation")
+        if min(reward.count, held_out.count) < MIN_PAIRS:
+            raise RunError(f"that needs {MIN_PAIRS} clips in each validation")
         if reward.sign > 0 > held_out.sign:
             return (
                 f"reward hacking: from iteration {start} to {step} the trained reward changed by {_shown(reward)}"

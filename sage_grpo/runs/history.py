@@ -8,7 +8,7 @@ validations, or both:
 
 Readers get the series since the last break, so no comparison crosses one; earlier series are only drawn.
 
-Shapes: N logged iterations, T denoising steps. A null in the file becomes NaN.
+Shapes: N iterations with all metrics, T denoising steps. A null in the file becomes NaN.
 """
 
 import json
@@ -51,10 +51,10 @@ FIELD_TYPES = {
     "series": list,
     "changed": dict,
 }
-LARGEST_INTEGER = 2**53  # beyond it floats skip integers, and far beyond it they overflow
-MOST_BYTES = 1 << 32  # of metrics.jsonl
-MOST_TEXT = 1 << 24  # bytes of a text file
-LARGEST = 1e100  # beyond it a value is shown as missing: axes and squares would overflow
+MAX_INTEGER = 2**53  # beyond it floats skip integers, and far beyond it they overflow
+MAX_BYTES = 1 << 32  # of metrics.jsonl
+MAX_TEXT = 1 << 24  # bytes of a text file
+MAX_VALUE = 1e100  # beyond it a value is shown as missing: axes and squares would overflow
 
 
 class RunError(ConfigError):
@@ -65,15 +65,16 @@ class RunError(ConfigError):
 class RunHistory:
     folder: Path
     starts: list[Line]  # the "run" lines: the start and each resume
-    train: list[Line]  # one line per logged iteration, in order, since the last break
+    # iterations since the last break, in order, with all metrics: one of every `log_interval`
+    full_lines: list[Line]
     validations: list[Line]  # by iteration, since the last break
-    # iterations since the last break of which only the reward was kept
-    unlogged: list[Line] = field(default_factory=list)
+    # the iterations between them, with the metrics of the reward alone
+    reward_only_lines: list[Line] = field(default_factory=list)
     breaks: list[Line] = field(default_factory=list)  # where a series ended, in order
     limits: Line = field(default_factory=dict)  # what samples can reach at best
-    # series that ended, as `train`, `rewards` and `validations`
-    earlier_train: list[list[Line]] = field(default_factory=list)
-    earlier_rewards: list[list[Line]] = field(default_factory=list)
+    # series that ended, as `full_lines`, `iteration_lines` and `validations`
+    earlier_full_lines: list[list[Line]] = field(default_factory=list)
+    earlier_iteration_lines: list[list[Line]] = field(default_factory=list)
     earlier_validations: list[list[Line]] = field(default_factory=list)
 
     @property
@@ -82,40 +83,44 @@ class RunHistory:
         return {**self.limits, **self.starts[-1]} if self.starts else {}
 
     @cached_property
-    def rewards(self) -> list[Line]:
-        """A line per iteration, in order: all have the metrics of the reward, some have all others too."""
-        return _in_order([*self.train, *self.unlogged])
+    def iteration_lines(self) -> list[Line]:
+        """One line per iteration since the last break, in order; some have the metrics of the reward alone."""
+        return _in_order([*self.full_lines, *self.reward_only_lines])
 
     @property
-    def all_rewards(self) -> list[Line]:
-        """The lines of all series: for failures, which need no yardstick."""
-        return [line for series in (*self.earlier_rewards, self.rewards) for line in series]
+    def all_iteration_lines(self) -> list[Line]:
+        """One line per iteration of all series: for counts of failures, which need no yardstick."""
+        return [
+            line
+            for series in (*self.earlier_iteration_lines, self.iteration_lines)
+            for line in series
+        ]
 
     @property
-    def all_train(self) -> list[Line]:
-        """Logged iterations of all series: for costs, which need no yardstick."""
-        return [line for series in (*self.earlier_train, self.train) for line in series]
+    def all_full_lines(self) -> list[Line]:
+        """The lines with all metrics, of all series: for costs, which need no yardstick."""
+        return [line for series in (*self.earlier_full_lines, self.full_lines) for line in series]
 
     @property
     def iterations(self) -> int:
-        lines = self.all_rewards
+        lines = self.all_iteration_lines
         return lines[-1]["step"] if lines else 0
 
     def until(self, step: int) -> "RunHistory":
-        """The series to which iteration `step` belongs, as it was then."""
+        """The run as it was at iteration `step`, in the series to which that iteration belongs."""
         breaks = [line for line in self.breaks if line["step"] < step]
 
         def series(name: str, parts: Sequence[Sequence[Line]]) -> list[Line]:
             current = parts[_count(name, breaks)]
             return [line for line in current if line["step"] <= step]
 
-        rewards = series("train", [*self.earlier_rewards, self.rewards])
+        iteration_lines = series("train", [*self.earlier_iteration_lines, self.iteration_lines])
         return RunHistory(
             self.folder,
             self.starts,
-            train=[line for line in rewards if line["kind"] == "train"],
+            full_lines=[line for line in iteration_lines if line["kind"] == "train"],
             validations=series("validation", [*self.earlier_validations, self.validations]),
-            unlogged=[line for line in rewards if line["kind"] == "reward"],
+            reward_only_lines=[line for line in iteration_lines if line["kind"] == "reward"],
             breaks=breaks,
             limits=self.limits,
         )
@@ -128,7 +133,9 @@ class RunHistory:
     @property
     def scores(self) -> list[str]:
         """Names of the reward's scores, such as VQ, in file order."""
-        keys = dict.fromkeys(key for line in (*self.rewards, *self.validations) for key in line)
+        keys = dict.fromkeys(
+            key for line in (*self.iteration_lines, *self.validations) for key in line
+        )
         names = [key.removeprefix("reward/") for key in keys if key.startswith("reward/")]
         return [
             name for name in names if name not in RESERVED_NAMES and not name.endswith("_stderr")
@@ -142,7 +149,7 @@ class RunHistory:
 
     def has(self, key: str) -> bool:
         """Whether the metric has a value in training."""
-        return bool(np.isfinite(column(self.rewards, key)).any())
+        return bool(np.isfinite(column(self.iteration_lines, key)).any())
 
     def measured(self, key: str) -> bool:
         """Whether the metric has a value in training or in validation."""
@@ -150,7 +157,7 @@ class RunHistory:
 
     def grid(self, key: str) -> np.ndarray:
         """A metric by iteration and denoising step, (N, T); T is 0 if no line has it."""
-        rows = [numbers((line.get("per_step") or {}).get(key), key) for line in self.train]
+        rows = [numbers((line.get("per_step") or {}).get(key), key) for line in self.full_lines]
         steps = max(map(len, rows), default=0)
         grid = np.full((len(rows), steps), math.nan)
         for i, row in enumerate(rows):
@@ -177,19 +184,19 @@ def as_float(value: Any, name: str = "a metric") -> float:
         return math.nan
     if not isinstance(value, (int, float)):
         raise RunError(f"{name} is {value!r:.100}; a number is expected")
-    return float(value) if abs(value) < LARGEST else math.nan
+    return float(value) if abs(value) < MAX_VALUE else math.nan
 
 
 def text_of(file: Path) -> str:
     """A text file of a run folder; empty if it is missing."""
     if not file.is_file():
         return ""
-    return read_bytes(file, MOST_TEXT).decode(errors="replace")
+    return read_bytes(file, MAX_TEXT).decode(errors="replace")
 
 
 @contextmanager
 def about(*folders: Path) -> Iterator[None]:
-    """Context of work on run folders: an error that numbers in them cause names the folders."""
+    """Context of work on run folders: errors caused by the numbers in them name the folders."""
     try:
         yield
     except (ConfigError, Refused):  # these name their file
@@ -226,29 +233,30 @@ def read_run(folder: Path) -> RunHistory:
                     series[name].append({})
         else:
             starts.append(line)
-            # a resume repeats iterations: what an earlier start wrote after this one is void
+            # a resume repeats iterations: lines that an earlier start wrote after this one are void
             breaks = [earlier for earlier in breaks if earlier["step"] <= step]
             for name, parts in series.items():
                 count = 1 + _count(SERIES_OF[name], breaks)
                 series[name] = [_until(step, lines) for lines in parts[:count]]
 
-    train, unlogged, validations = (
+    full, reward_only, validations = (
         [list(lines.values()) for lines in series[kind]] for kind in SERIES_OF
     )
-    if not (starts or any(map(any, (train, unlogged, validations)))):
+    has_results = any(lines for parts in (full, reward_only, validations) for lines in parts)
+    if not starts and not has_results:
         raise RunError(f"{path} holds no metrics yet")
     return RunHistory(
         folder,
         starts,
-        train=train[-1],
+        full_lines=full[-1],
         validations=validations[-1],
-        unlogged=unlogged[-1],
+        reward_only_lines=reward_only[-1],
         breaks=breaks,
         limits=limits,
-        earlier_train=train[:-1],
-        earlier_rewards=[
+        earlier_full_lines=full[:-1],
+        earlier_iteration_lines=[
             _in_order([*logged, *others])
-            for logged, others in zip(train[:-1], unlogged[:-1], strict=True)
+            for logged, others in zip(full[:-1], reward_only[:-1], strict=True)
         ],
         earlier_validations=validations[:-1],
     )
@@ -260,17 +268,17 @@ def read_run(folder: Path) -> RunHistory:
 def yardstick_changes(
     run: RunHistory, step: int, yardstick: Mapping[str, Mapping[str, Any]]
 ) -> Line | None:
-    """Why results of a run that continues after iteration `step` are not comparable with those it has: a "break" line.
+    """A "break" line if results after iteration `step` will not be comparable with those so far; otherwise None.
 
-    yardstick: by series, what two results must share. None if it is that of the last start that led to `step`, or if
-    the run has no results yet that it could break.
+    yardstick: by series, what two results must share. There is no break if the last start that led to `step` had the
+    same yardstick, or if the run has no results yet.
     """
     known = [line for line in run.starts if line["step"] <= step and line.get("yardstick")]
     if not known:
         return None
     before = known[-1]["yardstick"]
     results = {
-        "train": (*run.earlier_rewards, run.rewards),
+        "train": (*run.earlier_iteration_lines, run.iteration_lines),
         "validation": (*run.earlier_validations, run.validations),
     }
     after = json.loads(json.dumps(yardstick))
@@ -333,7 +341,7 @@ def change_texts(line: Line) -> list[str]:
 
 def _read_lines(path: Path) -> list[Line]:
     """All lines, except a last one cut short by a crash."""
-    texts = read_bytes(path, MOST_BYTES).splitlines()
+    texts = read_bytes(path, MAX_BYTES).splitlines()
     lines = []
     for number, text in enumerate(texts, 1):
         try:
@@ -353,7 +361,7 @@ def _check_line(line: Any) -> None:
         value = line.get(key)
         if not isinstance(value, field_type | None):
             raise ValueError(f"{key} is {value!r:.100}")
-        if field_type is int and value is not None and not abs(value) < LARGEST_INTEGER:
+        if field_type is int and value is not None and not abs(value) < MAX_INTEGER:
             raise ValueError(f"{key} is too large")
     if line["kind"] not in KINDS or line["step"] is None:
         raise ValueError(f"kind {line['kind']!r:.20}, step {line['step']!r:.20}")

@@ -3,7 +3,7 @@
 RUN/lock names the process that trains there. It is created exclusively, and its modification time is renewed every BEAT
 seconds, which needs no room on a full disk. A lock from this machine is stale once its process has ended; one from
 elsewhere after STALE looks in a row that found it unchanged. Clocks of two machines are never compared, and while the
-file system hangs, nobody can look. Only the holder of a second lock, `lock.after-*`, removes a stale one.
+file system hangs, no process can look. Only the holder of a second lock, `lock.after-*`, removes a stale one.
 """
 
 import os
@@ -38,7 +38,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Owner:
-    """Whom a lock names."""
+    """The process that a lock names."""
 
     description: str  # for messages
     pid: str  # of a process on this machine; empty for all others
@@ -113,7 +113,7 @@ class Lock:
         return unchanged >= STALE
 
     def _remove(self, path: Path, seen: Seen) -> None:
-        """Remove a stale lock, unless somebody else is about to."""
+        """Remove a stale lock, unless another process is about to."""
         second_path = path.with_name(f"{NAME}.after-{seen.modified}")
         if _create(second_path, self.content):
             if _look(path) == seen:
@@ -145,7 +145,7 @@ def _owner(content: bytes) -> Owner:
 
 
 def _machine() -> str:
-    """What processes that see each other have in common."""
+    """A name that is equal for processes that can see each other."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     if boot_id.exists():
         namespace = f"{boot_id.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

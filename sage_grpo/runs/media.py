@@ -1,4 +1,4 @@
-"""Clips as files to look at: mp4 and contact sheets. A clip is uint8 (F, H, W, 3)."""
+"""Clips as viewable files: mp4 and contact sheets. A clip is uint8 (F, H, W, 3)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +14,9 @@ from sage_grpo.files.json_files import naming, printable
 COLUMNS = 5  # frames of a clip on a contact sheet
 
 # pixels
-SMALLEST_SIDE = 96  # least shorter side of a thumbnail
-LARGEST_SIDE = 320  # greatest longer side of a thumbnail
-SMALLEST_VIDEO = 256  # least shorter side of a magnified video
+MIN_SIDE = 96  # least shorter side of a thumbnail
+MAX_SIDE = 320  # greatest longer side of a thumbnail
+MIN_VIDEO = 256  # least shorter side of a magnified video
 GAP = 6
 MARGIN = 14
 LABEL_HEIGHT = 20
@@ -24,12 +24,12 @@ FONT_SIZE = 13
 
 
 def write_mp4(path: Path, clip: Tensor, fps: int, quality: int = 9) -> None:
-    """Write H.264, near-lossless unless told another quality, up to 10.
+    """Write H.264, near-lossless by default. quality: up to 10.
 
     Tiny clips are magnified: players and chroma subsampling need some pixels.
     """
     is_tiny = min(clip.shape[1:3]) < 128
-    frames = magnified(clip, SMALLEST_VIDEO if is_tiny else 1)
+    frames = magnified(clip, MIN_VIDEO if is_tiny else 1)
     imageio.mimwrite(
         path, frames, "FFMPEG", fps=fps, codec="libx264", quality=quality, macro_block_size=2
     )
@@ -70,9 +70,9 @@ def magnified(clip: Tensor, least: int) -> np.ndarray:
 def thumbnails(clip: Tensor, columns: int = COLUMNS) -> np.ndarray:
     """Evenly spaced frames (columns, h, w, 3), magnified or shrunk to fit a sheet."""
     indices = torch.linspace(0, len(clip) - 1, min(columns, len(clip))).round().long()
-    frames = magnified(clip[indices], SMALLEST_SIDE)
+    frames = magnified(clip[indices], MIN_SIDE)
     height, width = frames.shape[1:3]
-    factor = min(1.0, LARGEST_SIDE / max(height, width))
+    factor = min(1.0, MAX_SIDE / max(height, width))
     size = (round(width * factor), round(height * factor))
     return np.stack([np.asarray(Image.fromarray(frame).resize(size)) for frame in frames])
 

@@ -1,4 +1,4 @@
-"""Metrics as they are written: to RUN/metrics.jsonl, TensorBoard and wandb. A full disk never stops a run."""
+"""Writes metrics to RUN/metrics.jsonl, TensorBoard and wandb. A full disk never stops a run."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import numpy as np
 from sage_grpo.files.foreign import read_bytes
 from sage_grpo.files.json_files import finite
 
-MOST_ID = 100  # bytes of wandb_id
+MAX_ID = 100  # bytes of wandb_id
 
 
 class Tracker:
@@ -115,7 +115,7 @@ def _open_wandb(folder: Path, config: Mapping[str, Any]) -> Any:
         project="sage-grpo",
         dir=str(folder),
         config=dict(config),
-        id=read_bytes(id_file, MOST_ID).decode(),
+        id=read_bytes(id_file, MAX_ID).decode(),
         resume="allow",
     )
 

@@ -17,7 +17,7 @@ from torch.nn.functional import avg_pool2d, interpolate
 from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.intervals import Interval, interval
-from sage_grpo.rewards.base import Composite, Prompts
+from sage_grpo.rewards.base import Composite, Requests
 from sage_grpo.tools.paired import aligned, number
 from sage_grpo.worlds.registry import drawn, world_of
 
@@ -107,20 +107,20 @@ def edited(clips: Sequence[Tensor], kind: str) -> list[Tensor]:
 
 
 def drawn_clips(
-    config: Config, prompts: Sequence[Request], count: int
+    config: Config, requests: Sequence[Request], count: int
 ) -> tuple[list[Tensor], list[Request]] | None:
     """uint8 clips that show exactly what their prompts say, if the model's world can render them."""
     world = world_of(config.pretrained_model_root)
     if world is None:
         return None
-    distinct = list({prompt.text: prompt for prompt in prompts}.values())[:count]
+    distinct = list({request.text: request for request in requests}.values())[:count]
     return drawn(world, distinct, config.num_frames, config.height, config.width, config.seed)
 
 
 def measure(
     reward: Composite,
     good: Sequence[Tensor],
-    prompts: Prompts,
+    requests: Requests,
     fps: float,
     kinds: Mapping[str, Sequence[Tensor]],
 ) -> Scores:
@@ -129,21 +129,21 @@ def measure(
     The total comes first. There are no wrong prompts if all are equal. ValueError if the reward fails.
     """
 
-    def score(kind: str, clips: Sequence[Tensor], prompts: Prompts) -> dict[str, Tensor]:
-        scores = reward.score(clips, prompts, fps)
+    def score(kind: str, clips: Sequence[Tensor], requests: Requests) -> dict[str, Tensor]:
+        scores = reward.score(clips, requests, fps)
         if scores.errors:
             raise ValueError(f"it fails on {kind} clips: {scores.errors[0]}")
         return {TOTAL: scores.total} | scores.named
 
-    scores = {GOOD: score(GOOD, good, prompts)}
+    scores = {GOOD: score(GOOD, good, requests)}
     for kind, clips in kinds.items():
-        scores[kind] = score(kind, clips or edited(good, kind), prompts)
+        scores[kind] = score(kind, clips or edited(good, kind), requests)
 
-    distinct = list(dict.fromkeys(prompts))
+    distinct = list(dict.fromkeys(requests))
     if len(distinct) > 1:
         following = dict(zip(distinct, distinct[1:] + distinct[:1], strict=True))
-        wrong_prompts = [following[prompt] for prompt in prompts]
-        scores[WRONG_PROMPT] = score(WRONG_PROMPT, good, wrong_prompts)
+        others_requests = [following[request] for request in requests]
+        scores[WRONG_PROMPT] = score(WRONG_PROMPT, good, others_requests)
     return scores
 
 
@@ -179,7 +179,7 @@ class Verdict:
 
     @property
     def is_blind(self) -> bool:
-        """Whether the total ignores the prompt, which is a fault or, as with aesthetic rewards, meant so."""
+        """Whether the total ignores the prompt, which is a fault, or intended, as in aesthetic rewards."""
         return self.score == TOTAL and self.edit == WRONG_PROMPT and self.mark == "same"
 
     @property
@@ -212,7 +212,7 @@ def give_verdicts(scores: Scores, drawn: bool) -> list[Verdict]:
 
 
 def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
-    """Sentences about what is wrong, what may be meant so, what is only weak, and what too few clips leave unclear."""
+    """Sentences about what is wrong, what may be intended, what is only weak, and what too few clips leave unclear."""
     wrong = [f"{_wrong_sentence(v)} ({v})" for v in verdicts if v.is_wrong]
     warnings = [f"{BLIND} ({v})" for v in verdicts if v.is_blind]
     if is_flipped(verdicts):
@@ -220,7 +220,7 @@ def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]
     totals = torch.cat([by_name[TOTAL] for by_name in scores.values()])
     if torch.allclose(totals, totals[:1]):
         wrong = [
-            "constant: every clip gets the same total, whatever is done to it, so there is nothing to learn"
+            "constant: every clip gets the same total, even after edits, so there is nothing to learn"
         ]
         warnings = []
 
@@ -251,7 +251,7 @@ def is_flipped(verdicts: Sequence[Verdict]) -> bool:
 
 
 def _wrong_sentence(verdict: Verdict) -> str:
-    """What the worst faults lead to; of the others what they are."""
+    """What the worst faults lead to; for other faults, the fault itself."""
     if verdict.score == TOTAL and verdict.edit == WRONG_PROMPT:
         return "prefers wrong prompts: the total rises with them"
     if verdict.score == TOTAL and verdict.edit == "frozen":

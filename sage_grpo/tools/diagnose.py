@@ -24,18 +24,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 answer_early(__name__, parse_arguments)
 
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.plugins import is_trusted
-from sage_grpo.runs.case import FEWEST_FOR_LATE, FEWEST_FOR_TREND, Case
+from sage_grpo.runs.case import MIN_FOR_LATE, MIN_FOR_TREND, Case
 from sage_grpo.runs.diagnosis import Finding, Rule, diagnose
 from sage_grpo.runs.history import about, read_run
 from sage_grpo.tools.plan.calibration import GPU_MODELS
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import times
 
-LARGE = (
-    1e9  # parameters; smaller models wait for kernel launches, whose time the planner does not know
-)
+# parameters; smaller models wait for kernel launches, whose time the planner does not know
+LARGE = 1e9
 DIRECTIONS = {
     1: "The reward rises.",
     0: "The reward is flat.",
@@ -84,7 +83,7 @@ SLOWER_THAN_PLANNED = Rule(
 
 
 def duration(seconds: float) -> str:
-    """A time that a person waits for."""
+    """A duration in the unit that suits it."""
     if not math.isfinite(seconds):
         return "an unknown time"
     for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
@@ -94,18 +93,18 @@ def duration(seconds: float) -> str:
 
 
 def waiting_for(case: Case) -> str:
-    """What is needed to judge the run, and when it is there; empty if everything could be judged."""
-    logged = len(case.run.train)
+    """What is still needed to judge the run, and when it will be there; empty if everything could be judged."""
+    logged = len(case.run.full_lines)
     is_directed = case.direction is not None
-    if is_directed and logged >= FEWEST_FOR_LATE:
+    if is_directed and logged >= MIN_FOR_LATE:
         return ""
 
     if is_directed:
-        needs = f"{FEWEST_FOR_LATE} logged iterations, to compare late with early ones"
-        iteration = case.iteration_of_line(FEWEST_FOR_LATE)
+        needs = f"{MIN_FOR_LATE} logged iterations, to compare late with early ones"
+        iteration = case.iteration_of_line(MIN_FOR_LATE)
     else:
-        needs = f"{FEWEST_FOR_TREND} logged iterations or two validations of the same clips"
-        iteration = case.iteration_of_line(FEWEST_FOR_TREND)
+        needs = f"{MIN_FOR_TREND} logged iterations or two validations of the same clips"
+        iteration = case.iteration_of_line(MIN_FOR_TREND)
         # a validation is paired with an earlier one
         if case.validation_clips and case.next_validation is not None:
             iteration = min(iteration, case.next_validation)
@@ -148,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_too_early = bool(waiting_for(case))
 
     for sentence in run.break_sentences:
-        print(plain(sentence))
+        print(terminal_text(sentence))
     print(verdict)
     for number, finding in enumerate(findings, 1):
         panel = finding.rule.panel

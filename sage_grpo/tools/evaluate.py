@@ -176,7 +176,7 @@ class Evaluation:
         batches = [missing[i : i + size] for i in range(0, len(missing), size)]
         for batch in tqdm(batches, folder.name, unit="batch", disable=not self.ranks.is_first):
             clips = [validation.sample(request) for request in batch]
-            records = validation.judge(clips, batch)
+            records = validation.score_clips(clips, batch)
             for request, clip, record in zip(batch, clips, records, strict=True):
                 if clip is not None:
                     write_mp4(folder / record["file"], clip, self.config.fps)

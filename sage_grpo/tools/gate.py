@@ -82,7 +82,7 @@ class Gate:
         return ""
 
     def _rater(self, scope: Scope, headers: Mapping[str, str]) -> str | None:
-        """Whose token it is; every token is compared, so that the time tells nothing."""
+        """Whose token it is; every token is compared, so that timing reveals nothing."""
         if scope["path"] == "/":
             query = parse_qs(scope["query_string"].decode("latin-1"))
             given = query.get("token", [""])[0]
@@ -114,7 +114,7 @@ async def http_refusal(request: Request, error: Exception) -> JSONResponse:
 
 
 def build_server(app: ASGIApp, port: int, shutdown_seconds: int = 5) -> uvicorn.Server:
-    """A server on this machine alone; port 0 takes a free one."""
+    """A server on this machine alone; port 0 picks a free one."""
     config = uvicorn.Config(
         app,
         "127.0.0.1",

@@ -33,7 +33,7 @@ class LocalPage:
         return page_response(self.template, title=self.title)
 
     def listen(self, port: int) -> tuple[uvicorn.Server, socket.socket, str]:
-        """A server, its bound socket, and the address to open; port 0 takes a free one."""
+        """A server, its bound socket, and the address to open; port 0 picks a free one."""
         server = build_server(self.app, port, shutdown_seconds=2)
         listener, base = listen(server)
         return server, listener, f"{base}/?token={self.token}"

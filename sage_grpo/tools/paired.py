@@ -1,7 +1,7 @@
 """Compares systems clip by clip, same prompt and seed: the start and end of a run, several runs, or checkpoints.
 
-Every ± is half of the 95 % interval of a mean, by Student's t. A verdict needs `FEWEST` pairs. The total reward is the
-sum that training maximizes, with the run's reward_weights; the paper's Overall is VQ + MQ + TA without weights.
+Every ± is half of the 95 % interval of a mean, by Student's t. A verdict needs `MIN_PAIRS` pairs. The total reward is
+the sum that training maximizes, with the run's reward_weights; the paper's Overall is VQ + MQ + TA without weights.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sage_grpo.intervals import FEWEST, Interval, interval
+from sage_grpo.intervals import MIN_PAIRS, Interval, interval
 from sage_grpo.runs.clips import Clip, pair_clips, read_clips
 from sage_grpo.runs.hacking import change
 from sage_grpo.runs.history import RunHistory
@@ -22,7 +22,7 @@ TABLE_2 = (TOTAL, "Overall", "VQ", "MQ", "TA", "CLIPScore", "PickScore")
 RENAMED = {"cosine": "CLIPScore", "pickscore": "PickScore"}
 CLIPSCORE = 2.5  # times the cosine, clamped at 0: a scale that the paper's numbers can be on
 VERDICTS = {1: "better", -1: "worse", 0: "not significant"}
-MOST_PROMPTS = 12
+MAX_PROMPTS = 12
 
 Systems = Mapping[str, Sequence[Clip]]  # the first is the reference
 Row = dict[str, float]  # column -> value
@@ -100,7 +100,7 @@ def _column(name: str, rows: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) ->
 
 def verdict(difference: Interval, better: int = 1) -> str:
     """What a paired difference says, given enough pairs."""
-    return VERDICTS[better * difference.sign] if difference.count >= FEWEST else "too few clips"
+    return VERDICTS[better * difference.sign] if difference.count >= MIN_PAIRS else "too few clips"
 
 
 def better_sign(column: str) -> int:
@@ -177,7 +177,7 @@ def tables(result: Mapping[str, Any], note: str = "") -> list[Table]:
 ABOUT_DIFFERENCES = (
     "Differences are taken clip by clip, same prompt and seed. "
     "wins: the share of pairs in which the clip is better, ties"
-    f" counted half. A verdict needs {FEWEST} pairs; "
+    f" counted half. A verdict needs {MIN_PAIRS} pairs; "
     "it is better or worse (green, red) if the interval of the difference"
     " excludes 0, not corrected for the number of rows."
 )
@@ -255,7 +255,7 @@ def clip_rows(systems: Systems, total: bool = False) -> list[list[ShownClip]]:
     for row in complete:
         by_prompt.setdefault(row[0].clip.prompt, row)
     ranked = sorted(by_prompt.values(), key=gain, reverse=True)
-    places = np.linspace(0, len(ranked) - 1, min(MOST_PROMPTS, len(ranked))).round().astype(int)
+    places = np.linspace(0, len(ranked) - 1, min(MAX_PROMPTS, len(ranked))).round().astype(int)
     return [ranked[place] for place in places]
 
 

@@ -25,7 +25,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint, RUN/checkpoints/step-N")
     add("--repo", required=True, metavar="USER/NAME", help="repository on the hub")
-    add("--public", action="store_true", help="everybody may see the repository")
+    add("--public", action="store_true", help="make the repository public")
     add("--dry_run", action="store_true", help="list what would be sent, and stop")
     return parser.parse_args(arguments)
 
@@ -49,8 +49,8 @@ from sage_grpo.train.export import is_one_of_two
 
 CARD = "README.md"
 CURVE = "curves.png"
-MOST_CLIPS = 4
-MOST_CLIP_BYTES = 20_000_000
+MAX_CLIPS = 4
+MAX_CLIP_BYTES = 20_000_000
 HEADER_BYTES = 100_000_000  # most that a safetensors file has
 
 # An absolute path of at least two parts that is no part of an address or of a relative path.
@@ -165,7 +165,7 @@ def samples(checkpoint: Path, files: Files) -> str:
 
     lines = ["## Samples", "", f"Held-out prompts; {' and '.join(titles)}.", ""]
     lines += [f"| prompt | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}"]
-    for number, pair in enumerate(pairs[:MOST_CLIPS], 1):
+    for number, pair in enumerate(pairs[:MAX_CLIPS], 1):
         cells = []
         for title, clip in zip(titles, pair, strict=True):
             file = f"samples/{number:02d}_{title.replace(' ', '_')}.mp4"
@@ -215,7 +215,7 @@ def _clips(folder: Path) -> list[Clip]:
 
 def _is_small(path: Path) -> bool:
     try:
-        with foreign.open_regular(path, MOST_CLIP_BYTES):
+        with foreign.open_regular(path, MAX_CLIP_BYTES):
             return True
     except (OSError, foreign.Refused):
         return False
@@ -225,13 +225,13 @@ def _is_small(path: Path) -> bool:
 
 
 def private_words(checkpoint: Path) -> dict[str, str]:
-    """What must not be sent: word -> what it is. Paths are found by their form, and users in them."""
+    """Words that must not be sent -> what each is. Other paths, which may name users, are found by their form."""
     words = {
         str(Path.home()): "the home folder",
         str(checkpoint.resolve().parent): "the folder of the checkpoints",
     }
     host = socket.gethostname()
-    if re.search(r"[\d.-]", host):  # a name such as `demo` may stand in any text
+    if re.search(r"[\d.-]", host):  # a name such as `demo` may occur in any text
         words[host] = "the name of this machine"
     return {word: what for word, what in words.items() if word != "/"}
 
@@ -249,7 +249,7 @@ def check_private(files: Mapping[str, Path], words: Mapping[str, str]) -> None:
 
 
 def texts(path: Path) -> Iterator[str]:
-    """What a file says in words: the text of Markdown and JSON, the metadata of safetensors."""
+    """All text in a file: that of Markdown and JSON, the metadata of safetensors."""
     if path.suffix in (".md", ".json"):
         yield path.read_text(encoding="utf-8")
     elif path.suffix == ".safetensors":
@@ -280,7 +280,7 @@ def upload(repo: str, files: Files, public: bool) -> str:
         )
     except (HfHubHTTPError, OSError, RuntimeError) as error:
         raise ValueError(
-            f"the hub did not take {repo} ({printable(error):.300}); run the command again to continue"
+            f"the hub refused {repo} ({printable(error):.300}); run the command again to continue"
         ) from error
     return str(commit.repo_url)
 

@@ -41,7 +41,7 @@ def inline_svg(svg: str, label: str) -> Markup:
 
 
 def data_uri(video: Path) -> str:
-    """An mp4 file as a link that needs no other file."""
+    """An mp4 file as a data URI, which needs no other file."""
     return f"data:video/mp4;base64,{b64encode(video.read_bytes()).decode()}"
 
 

@@ -36,14 +36,14 @@ from sage_grpo.train.state import COUNTERS, TrainState
 
 STATE_FILE = "trainer/state.json"
 # flags that only say where and how a run starts
-PLACES = (
+LOCATION_FLAGS = (
     "output_dir",
     "overwrite",
     "resume_from_checkpoint",
     "init_from_checkpoint",
     "prompt_cache",
 )
-MOST_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
+MAX_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
 # what state.json must hold
 FIELD_TYPES: dict[str, Any] = {
     "step": int,
@@ -58,7 +58,7 @@ def fits_in_memory(state: TrainState) -> bool:
     """Whether this machine has room for a copy of what its ranks write."""
     rank_bytes = sum(value.nbytes for value in state.shards().values())
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return MOST_MEMORY * available_memory() > local_ranks * rank_bytes
+    return MAX_MEMORY * available_memory() > local_ranks * rank_bytes
 
 
 def state_files(
@@ -217,6 +217,6 @@ def _compare(
 def plain_config(config: Config) -> dict[str, Any]:
     """The configuration after a JSON round trip, without flags that only say where and how a run starts."""
     values = dataclasses.asdict(config)
-    for name in PLACES:
+    for name in LOCATION_FLAGS:
         del values[name]
     return json.loads(json.dumps(values))

@@ -12,7 +12,7 @@ import torch
 
 from sage_grpo.config.fields import FIELDS
 from sage_grpo.config.rules import warnings
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.trainer import Trainer
@@ -124,4 +124,6 @@ def has_desktop() -> bool:
 def table(lines: Mapping[str, str]) -> str:
     """Names, bold on a terminal, and what they stand for."""
     bold, normal = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    return "\n".join(f"{bold}{name:<12}{normal}{plain(text)}" for name, text in lines.items())
+    return "\n".join(
+        f"{bold}{name:<12}{normal}{terminal_text(text)}" for name, text in lines.items()
+    )

@@ -24,7 +24,7 @@ from sage_grpo.models.embeddings import alike, shared_or_stacked
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
-from sage_grpo.runs.clips import LISTING, PLACES, write_sheet, write_videos
+from sage_grpo.runs.clips import LISTING, RECORD_KEYS, write_sheet, write_videos
 from sage_grpo.train.clips import Gold, decoded, gold_metrics
 from sage_grpo.train.reward_checks import (
     NUM_RESCORED,
@@ -78,7 +78,7 @@ class Validation:
             decoded_batches = [self.decode(x, between) for x in bar.over("decoding", latents)]
             clips = [clip for batch in decoded_batches for clip in batch][: len(rank_requests)]
             with self.counted_scoring(bar, len(clips)):
-                records = self.ranks.from_leader(lambda: self.judge(clips, rank_requests))
+                records = self.ranks.from_leader(lambda: self.score_clips(clips, rank_requests))
                 scored_again = self.ranks.from_leader(
                     lambda: rescored(self.reward, clips, rank_requests, self.config.fps)
                 )
@@ -194,7 +194,7 @@ class Validation:
     def file(self, request: Request) -> str:
         return f"{request.name}-{self.seed(request)}.mp4"
 
-    def judge(
+    def score_clips(
         self, clips: Sequence[Tensor | None], requests: Sequence[Request]
     ) -> list[dict[str, Any]]:
         """One record per clip: file, prompt, seed, size and scores, plus the reward's error if it failed.
@@ -272,9 +272,9 @@ def validation_sampling(config: Config) -> Sampling:
 def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means and standard errors over the clips that have a value."""
     result: dict[str, Any] = {"count": len(records)}
-    for kind, place in PLACES.items():
-        for name in dict.fromkeys(name for record in records for name in record[place]):
-            values = [record[place].get(name) for record in records]
+    for kind, key in RECORD_KEYS.items():
+        for name in dict.fromkeys(name for record in records for name in record[key]):
+            values = [record[key].get(name) for record in records]
             known = np.array([value for value in values if value is not None], dtype=float)
             result[f"{kind}/{name}"] = math.nan
             result[f"{kind}/{name}_stderr"] = math.nan

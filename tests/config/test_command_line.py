@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import generate
-from sage_grpo.config.command_line import Parser, answering, sentence
+from sage_grpo.config.command_line import Parser, answering, error_text
 from sage_grpo.config.fields import FIELDS, ConfigError
 from sage_grpo.config.other_names import OTHER_NAMES
 from sage_grpo.config.parse import parse
@@ -73,7 +73,7 @@ def test_wrong_input_is_a_sentence_and_exit_code_2(capsys):
     ],
 )
 def test_any_error_about_a_file_is_a_sentence(error, words):
-    assert sentence(error) == words
+    assert error_text(error) == words
 
 
 @pytest.mark.parametrize("path", ["x" * 256, "ä" * 128, "x/" * 2048])

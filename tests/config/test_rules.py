@@ -18,8 +18,8 @@ def refused(values, ranks, words):
 @pytest.mark.parametrize(
     "values, words",
     [
-        ({"micro_batch_size": 3}, "micro_batch_size is 3; .* divide the 4 videos"),
-        ({"batch_size": 8, "micro_batch_size": 8}, "micro_batch_size is 8; .* divide the 4 videos"),
+        ({"micro_batch_size": 3}, "micro_batch_size is 3; .* divide the 4 clips"),
+        ({"batch_size": 8, "micro_batch_size": 8}, "micro_batch_size is 8; .* divide the 4 clips"),
         (
             {"batch_size": 8, "prompts_per_forward": 2, "enable_fsdp": True},
             "prompts_per_forward is 2; .* set prompts_per_forward 1",
@@ -76,7 +76,7 @@ def test_flags_that_contradict_each_other_are_refused(values, words):
         (
             {"batch_size": 8, "num_generations": 8, "train_clips": 6, "micro_batch_size": 4},
             1,
-            "micro_batch_size is 4; it must divide the 6 videos",
+            "micro_batch_size is 4; it must divide the 6 clips",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sage_grpo.data.images import MOST_PIXELS, open_picture, read_image
+from sage_grpo.data.images import MAX_PIXELS, open_picture, read_image
 from sage_grpo.data.requests import Request, read_requests
 
 LEFT_RED = np.zeros((4, 6, 3), dtype=np.uint8)
@@ -122,7 +122,7 @@ def test_the_limits_themselves_are_allowed(tmp_path):
     path = save(tmp_path / "p.png", Image.new("L", (1, 16)))
     assert read_image(path, "here").shape == (16, 1)
     path = save(tmp_path / "q.png", Image.new("1", (1 << 13, 1 << 13)))
-    assert MOST_PIXELS == (1 << 26) and read_image(path, "here").shape == (1 << 13, 1 << 13)
+    assert MAX_PIXELS == (1 << 26) and read_image(path, "here").shape == (1 << 13, 1 << 13)
 
 
 def test_images_are_found_relative_to_the_prompt_file(tmp_path):

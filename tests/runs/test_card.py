@@ -57,7 +57,7 @@ def test_the_card_shows_held_out_rewards_in_a_table_and_those_of_the_rollouts_as
     assert Image.open(io.BytesIO(files["curves.png"])).format == "PNG"
     ((steps, rewards),) = drawn
     assert steps.tolist() == [1, 2, 3, 4]
-    assert np.array_equal(rewards, column(run.train, "reward/total"))
+    assert np.array_equal(rewards, column(run.full_lines, "reward/total"))
 
 
 def test_a_run_with_a_single_reward_has_no_curve_and_without_validations_no_table(folder, tmp_path):

@@ -122,7 +122,7 @@ def test_a_run_that_has_just_begun(replay, name, count):
     lines = [line for line in read_lines(folder) if line["kind"] != "validation"]
     write_lines(folder, lines[: 1 + count])
     assert count >= 8 or Case(read_run(folder)).direction is None
-    assert count >= 8 or not [name for name in names(folder) if RULES[name].silent_while_rising]
+    assert count >= 8 or not [name for name in names(folder) if RULES[name].only_if_flat_or_falling]
 
 
 def test_settings_decide_what_a_number_means(tmp_path):
@@ -164,7 +164,7 @@ def test_the_page_has_every_finding_in_its_order():
     rows = page[page.index("|---|") : page.index("Three of")]
     order = re.findall(r"^\| ([\w ]+?)( \*)? \|", rows, re.MULTILINE)
     assert [(name, bool(star)) for name, star in order] == [
-        (rule.name, rule.silent_while_rising) for rule in ALL_RULES
+        (rule.name, rule.only_if_flat_or_falling) for rule in ALL_RULES
     ]
 
 

@@ -145,7 +145,7 @@ def test_both_intervals_must_leave_out_zero(tmp_path, totals, holdouts, hacked, 
         file.write_text(json.dumps(json.loads(file.read_text())[:7]))
     assert not divergence(tmp_path, 0) and capsys.readouterr().err == ""
     assert not divergence(tmp_path, 5)
-    assert "that takes 8 clips in each validation" in capsys.readouterr().err
+    assert "that needs 8 clips in each validation" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("reward", "hacked"), [(2.0, True), (0.5, False)])

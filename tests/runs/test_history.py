@@ -21,8 +21,8 @@ def test_later_lines_of_a_step_replace_earlier_ones(tmp_path):
     first = [run_line(), *(train(step, 0.0) for step in (1, 2, 3, 4)), validation(4, 0.0)]
     write_lines(tmp_path, [*first, run_line(2), train(3, 1.0), train(4, 1.0), validation(4, 1.0)])
     run = read_run(tmp_path)
-    assert column(run.train, "step").tolist() == [1, 2, 3, 4]
-    assert column(run.train, "reward/total").tolist() == [0, 0, 1, 1]
+    assert column(run.full_lines, "step").tolist() == [1, 2, 3, 4]
+    assert column(run.full_lines, "reward/total").tolist() == [0, 0, 1, 1]
     assert column(run.validations, "reward/total").tolist() == [1]
     assert len(run.starts) == 2
 
@@ -36,7 +36,7 @@ def test_what_a_resume_has_left_behind_is_dropped(tmp_path):
     ]
     write_lines(tmp_path, [run_line(), *first, run_line(2), train(3, 1.0)])
     run = read_run(tmp_path)
-    assert column(run.train, "step").tolist() == [1, 2, 3]
+    assert column(run.full_lines, "step").tolist() == [1, 2, 3]
     assert column(run.validations, "step").tolist() == [0, 2]
     write_lines(tmp_path, [run_line(), *first, run_line(2), validation(2, 1.0)])
     assert column(read_run(tmp_path).validations, "reward/total").tolist() == [0, 1]
@@ -74,23 +74,23 @@ def test_a_break_begins_another_series(tmp_path, lines, trained, validated, earl
     first = [run_line(), validation(0, 0.0), train(1, 0.0), train(2, 0.0), validation(2, 0.0)]
     write_lines(tmp_path, [*first, run_line(2), *lines])
     run = read_run(tmp_path)
-    assert column(run.train, "step").tolist() == trained
+    assert column(run.full_lines, "step").tolist() == trained
     assert column(run.validations, "step").tolist() == validated
     assert [column(part, "step").tolist() for part in run.earlier_validations] == earlier
 
 
 def test_rewards_between_logged_iterations_belong_to_the_series_of_training(tmp_path):
-    def unlogged(step):
+    def reward_only(step):
         return train(step, 0.0) | {"kind": "reward"}
 
-    first = [run_line(), unlogged(1), train(2, 0.0), unlogged(3), train(4, 0.0)]
-    write_lines(tmp_path, [*first, run_line(3), broken(3, "train"), train(4, 1.0), unlogged(5)])
+    first = [run_line(), reward_only(1), train(2, 0.0), reward_only(3), train(4, 0.0)]
+    write_lines(tmp_path, [*first, run_line(3), broken(3, "train"), train(4, 1.0), reward_only(5)])
     run = read_run(tmp_path)
-    assert column(run.rewards, "step").tolist() == [4, 5]
-    assert [column(part, "step").tolist() for part in run.earlier_rewards] == [[1, 2, 3]]
-    assert column(run.all_train, "step").tolist() == [2, 4]
+    assert column(run.iteration_lines, "step").tolist() == [4, 5]
+    assert [column(part, "step").tolist() for part in run.earlier_iteration_lines] == [[1, 2, 3]]
+    assert column(run.all_full_lines, "step").tolist() == [2, 4]
     assert run.iterations == 5
-    assert column(run.until(3).rewards, "step").tolist() == [1, 2, 3]
+    assert column(run.until(3).iteration_lines, "step").tolist() == [1, 2, 3]
     assert run.until(3).breaks == []
 
 
@@ -111,7 +111,7 @@ def test_limits_belong_to_the_last_start_until_a_break(tmp_path):
     write_lines(tmp_path, [start, train(1, 0.0), measured, {**start, "step": 1}])
     run = read_run(tmp_path)
     assert run.head == {**start, "step": 1, "perfect": {"total": 2.0}, "vae_floor": None}
-    assert run.until(1).head == run.head and column(run.train, "step").tolist() == [1]
+    assert run.until(1).head == run.head and column(run.full_lines, "step").tolist() == [1]
     write_lines(tmp_path, [start, measured, start, broken(1, "train")])
     assert read_run(tmp_path).head == start
 
@@ -119,7 +119,9 @@ def test_limits_belong_to_the_last_start_until_a_break(tmp_path):
 def test_null_and_missing_values_are_nan(tmp_path):
     write_lines(tmp_path, [train(1, None), train(2, 0.5), {"kind": "train", "step": 3}])
     run = read_run(tmp_path)
-    assert np.array_equal(column(run.train, "reward/total"), [np.nan, 0.5, np.nan], equal_nan=True)
+    assert np.array_equal(
+        column(run.full_lines, "reward/total"), [np.nan, 0.5, np.nan], equal_nan=True
+    )
     assert run.has("reward/total")
     assert not run.has("kl/anchor")
     assert run.grid("grad_v").shape == (3, 0)
@@ -140,7 +142,7 @@ def test_what_is_no_number_is_named(tmp_path, value):
     )
     run = read_run(tmp_path)
     with pytest.raises(RunError, match=r"reward/total is .*; a number is expected"):
-        column(run.train, "reward/total")
+        column(run.full_lines, "reward/total")
     with pytest.raises(RunError, match=r"kl_anchor is .*; a number is expected"):
         run.grid("kl_anchor")
     if value != [0.5]:
@@ -154,7 +156,7 @@ def test_numbers_beyond_all_scales_are_missing(tmp_path):
         [train(step, value) for step, value in enumerate((1e308, 10**400, float("-inf"), 1e30))],
     )
     assert np.array_equal(
-        column(read_run(tmp_path).train, "reward/total"), [np.nan] * 3 + [1e30], equal_nan=True
+        column(read_run(tmp_path).full_lines, "reward/total"), [np.nan] * 3 + [1e30], equal_nan=True
     )
 
 
@@ -171,7 +173,7 @@ def test_an_unfinished_last_line_is_left_out(tmp_path, tail):
     write_lines(tmp_path, [train(1, 0.0)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(tail)
-    assert column(read_run(tmp_path).train, "step").tolist() == [1]
+    assert column(read_run(tmp_path).full_lines, "step").tolist() == [1]
 
 
 @pytest.mark.parametrize("damage", [

@@ -7,8 +7,8 @@ from PIL import Image, ImageFont
 from sage_grpo.runs.media import (
     GAP,
     LABEL_HEIGHT,
-    LARGEST_SIDE,
     MARGIN,
+    MAX_SIDE,
     contact_sheet,
     fitted,
     read_mp4,
@@ -96,8 +96,8 @@ def test_contact_sheet_shows_frames_in_order(tmp_path):
 def test_large_clips_are_shrunk_and_short_ones_shown_whole():
     assert thumbnails(torch.zeros(9, 480, 960, 3, dtype=torch.uint8)).shape == (
         5,
-        LARGEST_SIDE // 2,
-        LARGEST_SIDE,
+        MAX_SIDE // 2,
+        MAX_SIDE,
         3,
     )
     assert len(thumbnails(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))) == 1

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sage_grpo.intervals import FEWEST, Interval
+from sage_grpo.intervals import MIN_PAIRS, Interval
 from sage_grpo.runs.clips import Clip
 from sage_grpo.tools.paired import (
-    MOST_PROMPTS,
+    MAX_PROMPTS,
     aligned,
     clip_rows,
     columns,
@@ -76,8 +76,8 @@ def test_two_rewards_with_one_name_stay_apart():
     ],
 )
 def test_verdict(mean, half, better, said):
-    assert verdict(Interval(mean, half, FEWEST), better) == said
-    assert verdict(Interval(mean, half, FEWEST - 1), better) == "too few clips"
+    assert verdict(Interval(mean, half, MIN_PAIRS), better) == said
+    assert verdict(Interval(mean, half, MIN_PAIRS - 1), better) == "too few clips"
 
 
 def systems(
@@ -175,12 +175,12 @@ def test_shown_clips_spread_over_gains_and_losses(tmp_path):
     after += [clip(50, "8", path, total=50.0), clip(60, "60", total=60.0)]
     shown = clip_rows({"a": before, "b": after}, total=True)
     gains = [row[1].clip.reward for row in shown]
-    assert len(gains) == MOST_PROMPTS
+    assert len(gains) == MAX_PROMPTS
     assert gains[0] == 29
     assert gains[-1] == 0
     assert gains == sorted(gains, reverse=True)
     assert max(a - b for a, b in itertools.pairwise(gains)) <= 3
-    assert [[cell.system for cell in row] for row in shown] == [["a", "b"]] * MOST_PROMPTS
+    assert [[cell.system for cell in row] for row in shown] == [["a", "b"]] * MAX_PROMPTS
 
 
 def test_rows_that_lack_a_clip_are_shown_if_all_do(tmp_path):

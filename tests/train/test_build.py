@@ -101,7 +101,7 @@ def test_without_a_cache_prompts_are_encoded_when_an_iteration_needs_them(make, 
 def test_large_encoders_leave_a_gpu_before_training(
     flags, device, most_resident, cached, ahead, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(backbone, "MOST_RESIDENT", most_resident)
+    monkeypatch.setattr(backbone, "MAX_RESIDENT", most_resident)
     cache = {"prompt_cache": str(tmp_path)} if cached else {}
     opened, _ = open_model(from_values(flags | cache), torch.device("cpu"))
     opened.device = torch.device(device)  # asking needs no GPU

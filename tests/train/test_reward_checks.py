@@ -154,5 +154,5 @@ def test_clips_are_scored_again_with_their_own_prompts(make, monkeypatch):
     )  # every clip once, and those of iteration 2 three more times
     again = of_training[8 : 8 + 12]
     assert set(again) == set(of_training[4:8])
-    logged = read_run(trainer.run.path).train
+    logged = read_run(trainer.run.path).full_lines
     assert [line["step"] for line in logged if "signal/rescoring" in line] == [2]

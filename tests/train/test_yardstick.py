@@ -90,9 +90,9 @@ def test_a_changed_reward_begins_the_comparison_anew(train, tmp_path, capfd, cha
     (line,) = run.breaks
     assert (line["step"], line["series"]) == (4, ["train", "validation"])
     assert set(line["changed"]) == {named}
-    assert column(run.train, "step").tolist() == [5, 6, 7, 8]
+    assert column(run.full_lines, "step").tolist() == [5, 6, 7, 8]
     assert column(run.validations, "step").tolist() == [4, 6, 8]
-    assert [column(part, "step").tolist() for part in run.earlier_train] == [[1, 2, 3, 4]]
+    assert [column(part, "step").tolist() for part in run.earlier_full_lines] == [[1, 2, 3, 4]]
     assert [column(part, "step").tolist() for part in run.earlier_validations] == [[0, 2, 4]]
 
     # the policy never changed, so no comparison may find a difference
@@ -134,7 +134,7 @@ def test_an_unchanged_run_has_one_series(train):
     train()
     run = train(**MORE)
     assert run.breaks == []
-    assert column(run.train, "step").tolist() == list(range(1, 9))
+    assert column(run.full_lines, "step").tolist() == list(range(1, 9))
     assert column(run.validations, "step").tolist() == [0, 2, 4, 6, 8]
     kinds = [
         json.loads(line)["kind"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()
@@ -179,7 +179,7 @@ def test_a_run_that_goes_back_before_a_break_undoes_it(train):
     assert len(run.breaks) == 1
     run = train(resume_from_checkpoint=str(run.folder / "checkpoints" / "step-000002"))
     assert run.breaks == []
-    assert column(run.train, "step").tolist() == [1, 2, 3, 4]
+    assert column(run.full_lines, "step").tolist() == [1, 2, 3, 4]
     assert column(run.validations, "step").tolist() == [0, 2, 4]
     assert len(set(column(run.validations, "reward/total"))) == 1
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sage_grpo.files.json_files import LARGEST, naming, read_object
+from sage_grpo.files.json_files import MAX_VALUE, naming, read_object
 from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.folder import MODEL, TOKENIZER, DiffusersFolder
 from sage_grpo.models.hunyuan15 import tencent
@@ -172,9 +172,9 @@ class ModelFolder(DiffusersFolder):
         if not guider.is_file():
             return sampling
         guidance = read_object(guider).get("guidance_scale")
-        if type(guidance) not in (int, float) or not 0 <= guidance < LARGEST:
+        if type(guidance) not in (int, float) or not 0 <= guidance < MAX_VALUE:
             raise ValueError(
-                f"{guider} has guidance_scale {guidance!r}; it must be a number from 0 to {LARGEST}."
+                f"{guider} has guidance_scale {guidance!r}; it must be a number from 0 to {MAX_VALUE}."
             )
         return replace(sampling, guidance=guidance)
 

@@ -167,7 +167,7 @@ def open_weights(path: Path) -> dict[str, Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """As `open_weights`, all values finite."""
+    """Like `open_weights`, but rejects values that are not finite."""
     tensors = open_weights(path)
     with naming(path):
         not_finite = [name for name, tensor in tensors.items() if not all_finite(tensor)]

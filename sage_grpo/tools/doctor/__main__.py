@@ -94,8 +94,8 @@ from sage_grpo.files.paths import check_folder, make_folder
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import RunFolder
 from sage_grpo.tools.doctor.base_model import check_base_model
+from sage_grpo.tools.doctor.check_result import NOTE, CheckResult, note, ok, run_check
 from sage_grpo.tools.doctor.checks import CHECKS
-from sage_grpo.tools.doctor.finding import NOTE, Finding, note, ok, run_check
 from sage_grpo.tools.doctor.machine import examine_machine, machine_of
 from sage_grpo.tools.doctor.samplers import check_samplers
 from sage_grpo.train.build import join_run, load_trainer, rollout_sampling
@@ -109,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_folder(options.output, "output")
     disable_progress_bar()  # from the text encoders
 
-    machine_findings = examine_machine(machine_of(config, options.ranks, options.ranks_here))
-    if any(finding.is_wrong for finding in machine_findings):
+    machine_results = examine_machine(machine_of(config, options.ranks, options.ranks_here))
+    if any(result.is_wrong for result in machine_results):
         return 2
     if options.short:
         return 0
@@ -118,22 +118,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with join_run(replace(config, sp_size=1, dp_replicate=1)) as alone:
         trainer = first_rank(config, alone, options.ranks)
         make_folder(options.output, "output")
-        findings = [*describe(trainer, config), *examine(trainer, options)]
+        results = [*describe(trainer, config), *examine(trainer, options)]
 
     path = options.output / "doctor.json"
     record = {
-        "machine": [asdict(finding) for finding in machine_findings],
-        "findings": [asdict(finding) for finding in findings],
+        "machine": [asdict(result) for result in machine_results],
+        "findings": [asdict(result) for result in results],
     }
     write_json(path, record)
-    wrong_checks = [finding.check for finding in findings if finding.is_wrong]
-    notes = sum(finding.mark == NOTE for finding in findings)
+    wrong_checks = [result.check for result in results if result.is_wrong]
+    notes = sum(result.mark == NOTE for result in results)
     print(f"\n{verdict(wrong_checks, notes)}; the numbers are in {path}")
     return 1 if wrong_checks else 0
 
 
 def verdict(wrong_checks: Sequence[str], notes: int) -> str:
-    """What all findings come to."""
+    """The outcome of all checks in one line."""
     if wrong_checks:
         return f"WRONG: {', '.join(dict.fromkeys(wrong_checks))}"
     if notes:
@@ -148,7 +148,7 @@ def first_rank(config: Config, alone: Ranks, count: int) -> Trainer:
     return load_trainer(replace(config, overwrite=True), ranks)
 
 
-def describe(trainer: Trainer, config: Config) -> list[Finding]:
+def describe(trainer: Trainer, config: Config) -> list[CheckResult]:
     """Print what will be trained, and notes on the configuration as it was given."""
     c = trainer.config
     parameters = sum(p.numel() for p in trainer.optimization.parameters.values())
@@ -167,32 +167,32 @@ def describe(trainer: Trainer, config: Config) -> list[Finding]:
         "sampling": sampling,
         "validation": validation,
     }
-    findings = [ok("config", text, numbers=numbers)]
+    results = [ok("config", text, numbers=numbers)]
 
-    findings += [note("config", warning) for warning in warnings(c, trainer.ranks.world_size)]
+    results += [note("config", warning) for warning in warnings(c, trainer.ranks.world_size)]
     if trainer.reward.note:
-        findings.append(note("config", trainer.reward.note))
+        results.append(note("config", trainer.reward.note))
     try:
         RunFolder(config, trainer.ranks)
     except ConfigError as error:  # post_train.py's error about the folder
-        findings.append(note("config", str(error)))
-    for finding in findings:
-        print(finding)
-    return findings
+        results.append(note("config", str(error)))
+    for result in results:
+        print(result)
+    return results
 
 
-def examine(trainer: Trainer, options: argparse.Namespace) -> list[Finding]:
-    """Run the checks and print their findings. The samplers are compared only if nothing is WRONG before."""
-    findings: list[Finding] = []
+def examine(trainer: Trainer, options: argparse.Namespace) -> list[CheckResult]:
+    """Run the checks and print their results. The samplers are compared only if nothing is WRONG before."""
+    results: list[CheckResult] = []
 
-    def run(name: str, check: Callable[[Trainer], Iterator[Finding]]) -> None:
-        for finding in run_check(name, check, trainer):
-            print(finding, flush=True)
-            findings.append(finding)
+    def run(name: str, check: Callable[[Trainer], Iterator[CheckResult]]) -> None:
+        for result in run_check(name, check, trainer):
+            print(result, flush=True)
+            results.append(result)
 
     for name, check in CHECKS.items():
         run(name, check)
-    if any(finding.is_wrong for finding in findings):
+    if any(result.is_wrong for result in results):
         print("The model is not sampled, nor are the samplers compared, before this is repaired.")
     elif options.skip_ab:
         print("The model is not sampled, nor are the samplers compared.")
@@ -208,7 +208,7 @@ def examine(trainer: Trainer, options: argparse.Namespace) -> list[Finding]:
             output=options.output,
         )
         run("samplers", compare)
-    return findings
+    return results
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Questions that a run cannot answer: does the model sample as it was trained to, and does damage lower its reward?
 
-A wrong shift, a wrong scale of the VAE or a reward with the wrong sign train without an error. Here the model is asked:
-clips of its own sampling defaults are the yardstick. A shift only decides where the steps of the ODE are placed, so it
-is also judged by how far from the exact solution they end, which a few clips tell where their rewards do not.
+A wrong shift, a wrong scale of the VAE or a reward with the wrong sign train without an error. Here clips sampled with
+the model's own defaults are the yardstick. A shift only decides where the steps of the ODE are placed, so it is also
+judged by how far from the exact solution they end: a few clips show that even if their rewards do not.
 """
 
 import math
@@ -18,22 +18,22 @@ from sage_grpo.intervals import Interval, interval
 from sage_grpo.models.backbone import Guidance, Sampling
 from sage_grpo.models.sample import counter_noise, integrate
 from sage_grpo.tools import audit
-from sage_grpo.tools.doctor.finding import Finding, indented, note, ok, wrong
+from sage_grpo.tools.doctor.check_result import CheckResult, indented, note, ok, wrong
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.clips import decoded
 from sage_grpo.train.trainer import Trainer
 
 # Decoded and encoded again, latents keep their size; a VAE with another scale than the model was trained with does not.
-SMALLEST_RATIO = 0.7
+MIN_RATIO = 0.7
 EDITS = ("noisy", "shaky", "frozen", "blurred")
-WORSE = 0.25  # standard deviations of the reward over clips, below which a loss is not worth a word
-# Times as far from the exact solution of the ODE, below which it is not worth a word. The embedded model, whose
+WORSE = 0.25  # standard deviations of the reward over clips, below which a loss is not reported
+# Times as far from the exact solution of the ODE, below which a shift is not reported. The embedded model, whose
 # shift is 3, ends 1.4 to 1.6 times as far with shift 1 in 3 to 10 steps, and at most 1.2 times with shifts of 2 to 8.
 FARTHER = 1.25
 # steps of second order that stand for the exact solution: so many, and at least this many times those of the run
 EXACT_STEPS = 20
 EXACT_FACTOR = 2
-MOST_CLIPS = 2  # of each prompt whose distance from the exact solution is taken
+MAX_CLIPS = 2  # of each prompt whose distance from the exact solution is taken
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sampled:
 def sampled(
     trainer: Trainer, num_steps: int, sampling: Sampling, prompts: int, clips: int
 ) -> Sampled:
-    """Clips of the rollout's size, with shift and guidance of `sampling`; the same noise whatever these are."""
+    """Clips of the rollout's size, with shift and guidance of `sampling`; the noise is always the same."""
     latents = sampled_latents(trainer, num_steps, sampling, prompts, clips)
     return Sampled(
         latents=latents,
@@ -82,16 +82,16 @@ def sampled_latents(
     return torch.cat(latents)
 
 
-def times_as_far(
+def log_distance_ratio(
     trainer: Trainer, sampling: Sampling, num_prompts: int, num_clips: int
 ) -> Interval:
-    """How many times as far from the exact solution of the ODE clips end as with the model's own shift, as a logarithm.
+    """Log of how many times as far from the exact solution of the ODE clips end as with the model's own shift.
 
     The noise, the guidance and the number of steps are the same.
     """
     num_steps = trainer.config.num_sampling_steps
     own_shift = replace(sampling, shift=trainer.backbone.sampling.shift)
-    rows = {"prompts": num_prompts, "clips": min(num_clips, MOST_CLIPS)}
+    rows = {"prompts": num_prompts, "clips": min(num_clips, MAX_CLIPS)}
     exact_steps = max(EXACT_STEPS, EXACT_FACTOR * num_steps)
     exact = sampled_latents(trainer, exact_steps, own_shift, **rows, solver="dpm")
     distances = []
@@ -101,7 +101,7 @@ def times_as_far(
     return interval((distances[0] / distances[1]).log().tolist())
 
 
-def check_base_model(trainer: Trainer, num_prompts: int, num_clips: int) -> Iterator[Finding]:
+def check_base_model(trainer: Trainer, num_prompts: int, num_clips: int) -> Iterator[CheckResult]:
     """Clips of the model's own sampling defaults against those of the run, their latents, and damage to them."""
     c = trainer.config
     own = trainer.backbone.sampling
@@ -110,22 +110,22 @@ def check_base_model(trainer: Trainer, num_prompts: int, num_clips: int) -> Iter
     if trainer.validation:
         settings["validation"] = trainer.validation.sampling
     for name, sampling in settings.items():
-        yield sampling_finding(trainer, name, sampling, yardstick, num_prompts, num_clips)
-    yield latents_finding(trainer, yardstick)
-    yield damage_finding(trainer, yardstick)
+        yield sampling_result(trainer, name, sampling, yardstick, num_prompts, num_clips)
+    yield latents_result(trainer, yardstick)
+    yield damage_result(trainer, yardstick)
 
 
-def sampling_finding(
+def sampling_result(
     trainer: Trainer,
     name: str,
     sampling: Sampling,
     yardstick: Sampled,
     num_prompts: int,
     num_clips: int,
-) -> Finding:
+) -> CheckResult:
     """Whether another shift or guidance than the model's own lowers the reward, at equally many steps.
 
-    Few clips rarely prove that; whether another shift places the steps worse, they do.
+    A few clips rarely prove that, but they do show whether another shift places the steps worse.
     """
     own = trainer.backbone.sampling
     is_own = all(
@@ -156,16 +156,16 @@ def sampling_finding(
     )
     is_worse = change.sign < 0 and -change.mean > WORSE * spread
     if sampling.shift != own.shift:
-        log_far = times_as_far(trainer, sampling, num_prompts, num_clips)
-        far = math.exp(log_far.mean)
-        low = math.exp(log_far.mean - log_far.half)
-        high = math.exp(log_far.mean + log_far.half)
-        numbers["times_as_far"] = far
+        log_ratio = log_distance_ratio(trainer, sampling, num_prompts, num_clips)
+        ratio = math.exp(log_ratio.mean)
+        low = math.exp(log_ratio.mean - log_ratio.half)
+        high = math.exp(log_ratio.mean + log_ratio.half)
+        numbers["times_as_far"] = ratio
         text += (
-            f", and by the shift alone clips end {far:.2g} ({low:.2g} to {high:.2g}) times as far from the exact "
+            f", and by the shift alone clips end {ratio:.2g} ({low:.2g} to {high:.2g}) times as far from the exact "
             "solution of the ODE"
         )
-        is_worse = is_worse or (log_far.sign > 0 and far > FARTHER)
+        is_worse = is_worse or (log_ratio.sign > 0 and ratio > FARTHER)
     if not is_worse:
         return ok("sampling", text, numbers=numbers)
     flag = "timestep_shift" if name == "rollouts" else "validation_timestep_shift"
@@ -174,14 +174,14 @@ def sampling_finding(
 
 
 def settings_text(sampling: Sampling) -> str:
-    """Shift and guidance, of two transformers both of theirs."""
+    """Shift and guidance; with two transformers, the guidance of each."""
     text = f"shift {sampling.shift:g} and guidance {sampling.guidance:g}"
     if sampling.guidance_2 is not None:
         text += f" / {sampling.guidance_2:g}"
     return text
 
 
-def latents_finding(trainer: Trainer, yardstick: Sampled) -> Finding:
+def latents_result(trainer: Trainer, yardstick: Sampled) -> CheckResult:
     """Whether latents that the model samples are of the size that the VAE makes."""
     finite = [row for row, clip in enumerate(yardstick.clips) if clip is not None]
     if not finite:
@@ -195,7 +195,7 @@ def latents_finding(trainer: Trainer, yardstick: Sampled) -> Finding:
         "after they were decoded and encoded again"
     )
     numbers = {"std": latents.std().item(), "ratio": ratio}
-    if SMALLEST_RATIO < ratio < 1 / SMALLEST_RATIO:
+    if MIN_RATIO < ratio < 1 / MIN_RATIO:
         return ok("latents", text, numbers=numbers)
     remedy = (
         "the VAE expects latents of another size than the model makes: check scaling_factor, or latents_mean and "
@@ -204,7 +204,7 @@ def latents_finding(trainer: Trainer, yardstick: Sampled) -> Finding:
     return note("latents", f"{text}; {remedy}", numbers=numbers)
 
 
-def damage_finding(trainer: Trainer, yardstick: Sampled) -> Finding:
+def damage_result(trainer: Trainer, yardstick: Sampled) -> CheckResult:
     """Whether damage to the model's own clips raises the reward, and none lowers it."""
     clips: list[Tensor] = []
     requests: list[Request] = []

@@ -1,6 +1,6 @@
 """Checks of a configuration on its model, prompts and reward.
 
-Each takes an assembled trainer and yields findings; nothing is trained or written.
+Each takes an assembled trainer and yields results; nothing is trained or written.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from torch import Tensor
 from sage_grpo.config.fields import Config
 from sage_grpo.models.sample import counter_noise, denoise, integrate, schedule_of
 from sage_grpo.tools import audit
-from sage_grpo.tools.doctor.finding import Finding, indented, note, ok, wrong
+from sage_grpo.tools.doctor.check_result import CheckResult, indented, note, ok, wrong
 from sage_grpo.tools.doctor.update import check_update
 from sage_grpo.tools.plan.summary import few_prompts_warning
 from sage_grpo.train.trainer import Trainer
@@ -24,7 +24,7 @@ VAE_LIMIT = 0.05  # RMS, relative to the pixel range: 26 dB, where details are v
 ODE_LIMIT = {"fp32": 1e-4, "bf16": 0.05}
 
 
-def check_batch(trainer: Trainer) -> Iterator[Finding]:
+def check_batch(trainer: Trainer) -> Iterator[CheckResult]:
     """Describe one iteration. That layout and groups divide was checked when the trainer was assembled."""
     c = trainer.config
     ranks = trainer.ranks.dp_size
@@ -51,13 +51,13 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
         f"{clips_per_micro_batch} clip(s); {chosen}{trained_steps} of {c.num_sampling_steps} denoising "
         f"steps are trained, {pairs} (clip, step) pairs in each optimizer step",
         numbers={
-            "videos": clips,
+            "clips_per_iteration": clips,
             "ranks": ranks,
-            "micro_batches": len(micro_batches),
-            "clips": clips_per_micro_batch,
+            "micro_batches_per_rank": len(micro_batches),
+            "clips_per_micro_batch": clips_per_micro_batch,
             "trained_clips": trained_clips,
-            "trained": trained_steps,
-            "pairs": pairs,
+            "trained_steps": trained_steps,
+            "pairs_per_update": pairs,
         },
     )
 
@@ -66,7 +66,7 @@ def check_batch(trainer: Trainer) -> Iterator[Finding]:
         yield note("batch", warning, numbers={"prompts": prompts_per_update})
 
 
-def check_prompts(trainer: Trainer) -> Iterator[Finding]:
+def check_prompts(trainer: Trainer) -> Iterator[CheckResult]:
     """Count the prompts, and find repeated, shared, missing and truncated ones."""
     backbone = trainer.backbone
     train = list(trainer.requests)
@@ -112,7 +112,7 @@ def check_prompts(trainer: Trainer) -> Iterator[Finding]:
         )
 
 
-def check_vae(trainer: Trainer) -> Iterator[Finding]:
+def check_vae(trainer: Trainer) -> Iterator[CheckResult]:
     """Encode and decode clips. WRONG if they come back too different: above VAE_LIMIT, or not finite."""
     rendered = audit.drawn_clips(trainer.config, trainer.requests, VAE_CLIPS)
     if rendered is None:
@@ -127,7 +127,8 @@ def check_vae(trainer: Trainer) -> Iterator[Finding]:
     difference = (decoded.float() - clips.float()) / 255
     rms = difference.square().mean().sqrt().item()
 
-    mean, std = latents.mean().item(), latents.std().item()
+    mean = latents.mean().item()
+    std = latents.std().item()
     text = (
         f"{kind} clips, encoded and decoded, differ by {rms:.3f} of the pixel range "
         f"(RMS, at most {VAE_LIMIT}); their latents have mean {mean:.2f} and standard deviation {std:.2f}"
@@ -150,7 +151,7 @@ def color_ramp(c: Config) -> Tensor:
     return torch.stack(torch.meshgrid(*ramps, indexing="ij"), -1).byte()
 
 
-def check_reward(trainer: Trainer) -> Iterator[Finding]:
+def check_reward(trainer: Trainer) -> Iterator[CheckResult]:
     """The audit's short form, on clips that show exactly what their prompts say.
 
     WRONG if the reward fails, if damage does not lower the score that is about it, or if an edit raises the total.
@@ -194,7 +195,7 @@ def check_reward(trainer: Trainer) -> Iterator[Finding]:
         )
 
 
-def check_exploration(trainer: Trainer) -> Iterator[Finding]:
+def check_exploration(trainer: Trainer) -> Iterator[CheckResult]:
     """Compare the injected noise with the noise level of the state it is added to."""
     c = trainer.config
     if not trainer.algorithm.explores:
@@ -229,7 +230,7 @@ def check_exploration(trainer: Trainer) -> Iterator[Finding]:
 
 
 @torch.no_grad()
-def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
+def check_noise_free(trainer: Trainer) -> Iterator[CheckResult]:
     """Sample with eta 0. WRONG if the latents are not those of the ODE from the same initial noise."""
     c = trainer.config
     sigmas = trainer.schedule.sigmas
@@ -256,7 +257,7 @@ def check_noise_free(trainer: Trainer) -> Iterator[Finding]:
 
 
 # In the order in which they run
-CHECKS: dict[str, Callable[[Trainer], Iterator[Finding]]] = {
+CHECKS: dict[str, Callable[[Trainer], Iterator[CheckResult]]] = {
     "batch": check_batch,
     "prompts": check_prompts,
     "vae": check_vae,

@@ -17,7 +17,7 @@ from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.build import build_reward
 from sage_grpo.rewards.registry import ALIASES
 from sage_grpo.rewards.videoalign.folder import check_folder
-from sage_grpo.tools.doctor.finding import Finding, ok, wrong
+from sage_grpo.tools.doctor.check_result import CheckResult, ok, wrong
 from sage_grpo.tools.plan.memory import (
     checkpoint_bytes,
     disk_bytes,
@@ -41,8 +41,8 @@ REWARD_TIMEOUT = 20.0  # seconds
 
 # The write test
 BLOCK_BYTES = 32 << 20  # written at once
-MOST_BYTES = 1 << 30
-MOST_SECONDS = 3.0
+MAX_BYTES = 1 << 30
+MAX_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,11 @@ class Machine:
 
 def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
     """Plan a run of `ranks` processes, of which `ranks_here` are on this machine."""
-    folder, version = config.pretrained_model_root, config.pretrained_transformer_version
+    folder = config.pretrained_model_root
+    version = config.pretrained_transformer_version
     backbone = backbone_of(folder, version)
-    device, refused = "cuda", ""
+    device = "cuda"
+    refused = ""
     try:
         device = choose_device(config.device, lambda: backbone.architecture().parameters)
     except ValueError as error:
@@ -77,7 +79,7 @@ def machine_of(config: Config, ranks: int, ranks_here: int) -> Machine:
     return Machine(plan=plan, device=device, refused=refused, ranks=ranks_here, place=place)
 
 
-def check_model(machine: Machine) -> Iterator[Finding]:
+def check_model(machine: Machine) -> Iterator[CheckResult]:
     """Open the model folder without its weights; what is missing raises an error."""
     c = machine.plan.config
     open_backbone(c.pretrained_model_root, version=c.pretrained_transformer_version)
@@ -89,7 +91,7 @@ def check_model(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def check_prompts(machine: Machine) -> Iterator[Finding]:
+def check_prompts(machine: Machine) -> Iterator[CheckResult]:
     """Read the prompt files; an error if one cannot be read, or lacks the images that the model animates."""
     c = machine.plan.config
     folder = Path(c.pretrained_model_root)
@@ -107,7 +109,7 @@ def check_prompts(machine: Machine) -> Iterator[Finding]:
     )
 
 
-def check_gpus(machine: Machine) -> Iterator[Finding]:
+def check_gpus(machine: Machine) -> Iterator[CheckResult]:
     """WRONG if there are too few GPUs, if one computes wrong results, or if the run does not fit the smallest one."""
     if machine.refused:
         yield wrong("gpus", machine.refused)
@@ -139,7 +141,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         yield ok("gpus", text, numbers=numbers)
 
     sizes = [torch.cuda.get_device_properties(number).total_memory for number in range(ranks)]
-    yield memory_finding(machine.plan, min(sizes))
+    yield memory_result(machine.plan, min(sizes))
 
 
 def computes(device: str) -> bool:
@@ -148,7 +150,7 @@ def computes(device: str) -> bool:
     return (ones @ ones).sum().item() == 64**3
 
 
-def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
+def memory_result(plan: Plan, gpu_bytes: float) -> CheckResult:
     """WRONG if the planned peak and a reserve exceed the memory of a GPU."""
     moment, peak_bytes = peak(plan)
     reserve = plan.rates.reserve
@@ -170,9 +172,10 @@ def memory_finding(plan: Plan, gpu_bytes: float) -> Finding:
     return wrong("memory", text, remedy, numbers=numbers)
 
 
-def check_host(machine: Machine) -> Iterator[Finding]:
+def check_host(machine: Machine) -> Iterator[CheckResult]:
     """WRONG if host memory is too small for loading rewards, or for what waits there while the run trains."""
-    plan, c = machine.plan, machine.plan.config
+    plan = machine.plan
+    c = plan.config
     processes = PROCESS_BYTES * machine.ranks if machine.device == "cuda" else 0.0
     reward_weights = sum(reward.weight_bytes for reward in plan.rewards)
     # each leader of a sequence-parallel group holds them as stored and as used
@@ -202,7 +205,7 @@ def check_host(machine: Machine) -> Iterator[Finding]:
         yield wrong("host", text, remedy, numbers=numbers)
 
 
-def check_disk(machine: Machine) -> Iterator[Finding]:
+def check_disk(machine: Machine) -> Iterator[CheckResult]:
     """WRONG without room for the checkpoints of the run, of which a resumed one has some already."""
     checkpoints = Path(machine.plan.config.output_dir, "checkpoints")
     saved = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
@@ -222,13 +225,13 @@ def check_disk(machine: Machine) -> Iterator[Finding]:
         yield wrong("disk", text, remedy, numbers=numbers)
 
 
-def check_speed(machine: Machine) -> Iterator[Finding]:
+def check_speed(machine: Machine) -> Iterator[CheckResult]:
     """WRONG if writing a checkpoint takes longer than the time between two."""
     size = checkpoint_bytes(machine.plan.config, machine.plan.trained)
     speed = write_speed(machine.place, size)
     seconds = size / speed
     between = seconds_between_saves(machine)
-    text = f"{machine.place} takes {speed / GB:.2f} GB/s: {seconds:.0f} s for a checkpoint"
+    text = f"{machine.place} writes {speed / GB:.2f} GB/s: {seconds:.0f} s for a checkpoint"
     if between is not None:
         text += f", one every {between:.0f} s"
     numbers = {
@@ -261,13 +264,13 @@ def write_speed(folder: Path, size: float) -> float:
     written = 0
     start = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < min(MOST_BYTES, size) and time.perf_counter() - start < MOST_SECONDS:
+        while written < min(MAX_BYTES, size) and time.perf_counter() - start < MAX_SECONDS:
             written += file.write(block)
             os.fsync(file.fileno())
     return written / (time.perf_counter() - start)
 
 
-def check_reward(machine: Machine) -> Iterator[Finding]:
+def check_reward(machine: Machine) -> Iterator[CheckResult]:
     """Whether servers answer and folders are complete; an error if not. VideoAlign's weights are not loaded."""
     c = machine.plan.config
     folder = reward_folder(c)
@@ -289,7 +292,7 @@ def check_reward(machine: Machine) -> Iterator[Finding]:
 
 
 # In the order in which they run
-CHECKS: dict[str, Callable[[Machine], Iterator[Finding]]] = {
+CHECKS: dict[str, Callable[[Machine], Iterator[CheckResult]]] = {
     "model": check_model,
     "prompts": check_prompts,
     "gpus": check_gpus,
@@ -300,22 +303,22 @@ CHECKS: dict[str, Callable[[Machine], Iterator[Finding]]] = {
 }
 
 
-def examine_machine(machine: Machine) -> list[Finding]:
-    """Run all checks and print a line per finding."""
-    findings = []
+def examine_machine(machine: Machine) -> list[CheckResult]:
+    """Run all checks and print a line per result."""
+    results = []
     for name, check in CHECKS.items():
-        for finding in run_machine_check(name, check, machine):
-            mark = "FAIL" if finding.is_wrong else finding.mark
-            text = f"{finding.text}; {finding.remedy}" if finding.remedy else finding.text
-            print(f"{mark:<6}{finding.check:<8}{text}", flush=True)
-            findings.append(finding)
-    return findings
+        for result in run_machine_check(name, check, machine):
+            mark = "FAIL" if result.is_wrong else result.mark
+            text = f"{result.text}; {result.remedy}" if result.remedy else result.text
+            print(f"{mark:<6}{result.check:<8}{text}", flush=True)
+            results.append(result)
+    return results
 
 
 def run_machine_check(
-    name: str, check: Callable[[Machine], Iterator[Finding]], machine: Machine
-) -> Iterator[Finding]:
-    """The findings of a check. Errors of these checks are sentences for users, with the remedy in them."""
+    name: str, check: Callable[[Machine], Iterator[CheckResult]], machine: Machine
+) -> Iterator[CheckResult]:
+    """The results of a check. Errors of these checks are sentences for users, with the remedy in them."""
     try:
         yield from check(machine)
     except (ValueError, OSError, RuntimeError) as error:

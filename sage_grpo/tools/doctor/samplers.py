@@ -13,7 +13,7 @@ from tqdm import tqdm
 from sage_grpo.algo.sde import SDES, Schedule, flow_sigmas
 from sage_grpo.models.sample import schedule_of
 from sage_grpo.runs.media import contact_sheet, thumbnails
-from sage_grpo.tools.doctor.finding import Finding, note, ok, wrong
+from sage_grpo.tools.doctor.check_result import CheckResult, note, ok, wrong
 from sage_grpo.tools.paired import aligned
 from sage_grpo.train.batches import MicroBatch, draw_prompts, plan_micro_batches
 from sage_grpo.train.clips import gold_metrics
@@ -133,7 +133,8 @@ class Comparison:
     def sample(self, name: str, schedule: Schedule | None) -> Results:
         """Sample, decode and score."""
         trainer = self.trainer
-        clips, requests = [], []
+        clips = []
+        requests = []
         # One micro-batch at a time: only clips are kept.
         for micro_batch in tqdm(self.micro_batches, name, unit="batch", leave=False):
             batch = trainer.roll_out([micro_batch], schedule)
@@ -152,7 +153,7 @@ class Comparison:
 
 def check_samplers(
     trainer: Trainer, num_prompts: int, num_clips: int, output: Path
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """A table and a contact sheet of all samplers, written to `output`.
 
     WRONG if the configured sampler's rewards fail too often, or are equal within every group.
@@ -190,13 +191,13 @@ def check_samplers(
         yield wrong("samplers", text, remedy, table=table, numbers=numbers)
     else:
         yield ok("samplers", text, table=table, numbers=numbers)
-        yield from cost_finding(configured, rows[configured])
+        yield from cost_result(configured, rows[configured])
 
     if EXACT in results:
-        yield lossy_steps_finding(result, results[EXACT])
+        yield lossy_steps_result(result, results[EXACT])
 
 
-def cost_finding(configured: str, row: Mapping[str, float]) -> Iterator[Finding]:
+def cost_result(configured: str, row: Mapping[str, float]) -> Iterator[CheckResult]:
     """A note if exploration costs more reward than it spreads, beyond two standard errors."""
     cost = -row["vs ode"]
     error = row["vs ode +-"]
@@ -204,7 +205,7 @@ def cost_finding(configured: str, row: Mapping[str, float]) -> Iterator[Finding]
         yield note(
             "samplers",
             f"{configured} lowers the reward by {cost:.3g} +- {error:.2g}, more than it varies within a group: "
-            "its clips are far from what the model draws; lower eta, take more steps, or set sde_type precise",
+            "its clips are far from what the model draws; lower eta, use more steps, or set sde_type precise",
             numbers={"cost": cost, "error": error, "spread": row["spread"]},
         )
 
@@ -220,10 +221,11 @@ def sampler_table(
     return "\n".join(["", aligned(table), *left_out, "", LEGEND, ""])
 
 
-def lossy_steps_finding(lossy: Results, exact: Results) -> Finding:
+def lossy_steps_result(lossy: Results, exact: Results) -> CheckResult:
     """WRONG if 8 bits outside the window change the reward by a tenth of its spread, beyond two standard errors."""
     row = lossy.row(exact)
-    change, error = row["vs ode"], row["vs ode +-"]
+    change = row["vs ode"]
+    error = row["vs ode +-"]
     pixels = pixel_rms(lossy.clips, exact.clips)
     text = (
         f"8 bits outside the window change pixels by {pixels:.2g} of 255 (RMS) and the reward by "
@@ -249,7 +251,8 @@ def write_sheet(path: Path, comparison: Comparison, results: Mapping[str, Result
     """Write one row of frames per sampler; a column shares prompt and noise across rows. Failed clips are black."""
     c = comparison.trainer.config
     black = torch.zeros(c.num_frames, c.height, c.width, 3, dtype=torch.uint8)
-    strips, labels = [], []
+    strips = []
+    labels = []
     for name, result in results.items():
         first_of_prompts = result.clips[:: comparison.num_clips][:SHEET_CLIPS]
         shown = [black if clip is None else clip for clip in first_of_prompts]

@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sage_grpo.algo.equalizer import equalizer, gradient_scale
-from sage_grpo.tools.doctor.finding import Finding, indented, ok, wrong
+from sage_grpo.tools.doctor.check_result import CheckResult, indented, ok, wrong
 from sage_grpo.tools.paired import aligned
 from sage_grpo.train.rollout import Trajectory
 from sage_grpo.train.trainer import Trainer
@@ -19,7 +19,7 @@ from sage_grpo.train.update import Objective
 SHOWN_PROBLEMS = 3  # of possibly hundreds of parameters
 
 
-def check_update(trainer: Trainer) -> Iterator[Finding]:
+def check_update(trainer: Trainer) -> Iterator[CheckResult]:
     """Trajectories must be finite, the first ratio exactly 1, and gradients where they belong."""
     c = trainer.config
     # The old policy of a resumed run lags behind; the first ratio is 1 only if the trained policy samples.
@@ -55,22 +55,22 @@ def check_update(trainer: Trainer) -> Iterator[Finding]:
     for positions in turns:
         objective.backward(trajectory, positions, advantages, stats)
 
-    yield ratio_finding(num_pairs, stats.max_deviation.max().item())
-    yield gradient_finding(trainer, trajectory)
+    yield ratio_result(num_pairs, stats.max_deviation.max().item())
+    yield gradient_result(trainer, trajectory)
     trainer.optimization.zero_grad()
     if trainer.algorithm.explores:
-        yield balance_finding(trainer, objective, trajectory, advantages)
+        yield balance_result(trainer, objective, trajectory, advantages)
 
 
 def trained_part(trainer: Trainer, sampled: Trajectory) -> Trajectory:
-    """As many clips of a sampled micro-batch as are trained together; there is no reward here to choose by."""
+    """The first clips of a sampled micro-batch, as many as are trained together; no reward chooses them here."""
     size = trainer.config.trained_micro_batch
     clips = sampled.micro_batch[:size]
     data, _ = sampled.data.split([size, sampled.size - size])
     return trainer.rollout_sampler([clips]).trajectory(clips, data, sampled.is_finite[:size])
 
 
-def ratio_finding(num_pairs: int, deviation: float) -> Finding:
+def ratio_result(num_pairs: int, deviation: float) -> CheckResult:
     """WRONG unless the first ratio of every pair is exactly 1."""
     numbers = {"pairs": num_pairs, "deviation": deviation}
     subject = f"the first ratio of {num_pairs} (clip, step) pairs"
@@ -87,7 +87,7 @@ def ratio_finding(num_pairs: int, deviation: float) -> Finding:
     )
 
 
-def gradient_finding(trainer: Trainer, trajectory: Trajectory) -> Finding:
+def gradient_result(trainer: Trainer, trajectory: Trajectory) -> CheckResult:
     """After a backward pass: WRONG unless the trained parameters, and only those, have finite gradients."""
     trained = trainer.optimization.parameters
     silent = [name for name, p in trained.items() if p.grad is None or not p.grad.any()]
@@ -152,11 +152,12 @@ class StepBalance:
     equalized: float
 
 
-def balance_finding(
+def balance_result(
     trainer: Trainer, objective: Objective, trajectory: Trajectory, advantages: Tensor
-) -> Finding:
+) -> CheckResult:
     """How much more late denoising steps push the weights than early ones, and what the equalizer leaves of that."""
-    c, schedule = trainer.config, objective.schedule
+    c = trainer.config
+    schedule = objective.schedule
     expected = gradient_scale(schedule, c.ratio_norm)
     factors = equalizer(schedule, True, c.ratio_norm)
 

@@ -32,7 +32,7 @@ class Overhead(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardCost:
-    """What a reward model takes on one GPU."""
+    """Memory and time of a reward model on one GPU."""
 
     weight_bytes: float
     forward_bytes: float  # in addition, while it scores

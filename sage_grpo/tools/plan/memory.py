@@ -5,7 +5,7 @@ Also the size of its checkpoints on disk, and what a node needs in host memory.
 
 from sage_grpo.config.fields import Config
 from sage_grpo.models.backbone import Sampling
-from sage_grpo.tools.plan.model import BYTES, GRADIENT_BYTES, Plan, Trained
+from sage_grpo.tools.plan.model import BYTES, GRADIENT_BYTES, Plan, TrainedParameters
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.validation import validation_sampling
 
@@ -22,12 +22,12 @@ MOMENTS = (
     "validation_decode",
 )
 LATENT_BYTES = 4  # trajectories are kept in fp32
-AVERAGE_BYTES = 4  # averages are kept in fp32, whatever the weights are
+AVERAGE_BYTES = 4  # averages are kept in fp32, even of bf16 weights
 NORMALIZER_BYTES = 4  # of attention, per token and head, in fp32
 
 
-def at(base: float, **more: float) -> dict[str, float]:
-    """`base` at every moment, plus `more` at some."""
+def bytes_by_moment(base: float, **more: float) -> dict[str, float]:
+    """Bytes at every moment: `base`, plus `more` at some."""
     return {moment: base + more.get(moment, 0.0) for moment in MOMENTS}
 
 
@@ -53,9 +53,9 @@ def weights(plan: Plan) -> dict[str, float]:
     master = BYTES[c.master_weight_type]
     all_here = plan.model.parameters * plan.model.experts / plan.shards - waiting_parameters(plan)
     if not c.use_lora:
-        return at(all_here * master)
+        return bytes_by_moment(all_here * master)
     adapter_here = plan.trained.total / plan.shards
-    return at(all_here * BYTES[c.dtype] + adapter_here * master)
+    return bytes_by_moment(all_here * BYTES[c.dtype] + adapter_here * master)
 
 
 def waiting_parameters(plan: Plan) -> int:
@@ -67,14 +67,15 @@ def waiting_parameters(plan: Plan) -> int:
 
 def gathered(plan: Plan) -> dict[str, float]:
     """The current block, the next one, and everything outside blocks; or all weights in passes without gradients."""
-    c, model = plan.config, plan.model
+    c = plan.config
+    model = plan.model
     if not c.enable_fsdp:
-        return at(0.0)
+        return bytes_by_moment(0.0)
     everything = model.parameters * model.experts * BYTES[c.dtype]
     in_blocks = model.layers * model.block * model.experts * BYTES[c.dtype]
     two_blocks = everything - in_blocks + 2 * model.block * BYTES[c.dtype]
     without_gradients = everything if c.gather_for_rollout else two_blocks
-    return at(
+    return bytes_by_moment(
         0.0,
         rollout=without_gradients,
         anchor=without_gradients,
@@ -91,12 +92,12 @@ def gradients(plan: Plan) -> dict[str, float]:
     if not c.enable_fsdp:
         # Several ranks sum their gradients as one flat copy.
         copies_in_step = 2 if plan.gpus > 1 else 1
-        return at(0.0, update=here, step=here * copies_in_step)
+        return bytes_by_moment(0.0, update=here, step=here * copies_in_step)
 
     # All of them until the only reduction, else those of two blocks in flight
     unreduced = trained if c.reduces_gradients_once else trained * 2 / plan.model.layers
     accumulated = here if c.gradient_accumulation_steps > 1 else 0.0
-    return at(
+    return bytes_by_moment(
         accumulated,
         update=here - accumulated + unreduced * GRADIENT_BYTES,
         step=here - accumulated,
@@ -109,18 +110,18 @@ def optimizer(plan: Plan) -> dict[str, float]:
     master = BYTES[c.master_weight_type]
     here = plan.trained.total / plan.shards
     by_muon = plan.trained.matrices / plan.shards if c.optimizer == "muon" else 0.0
-    return at((2 * here - by_muon) * master, step=(here - by_muon) * master)
+    return bytes_by_moment((2 * here - by_muon) * master, step=(here - by_muon) * master)
 
 
 def anchor(plan: Plan) -> dict[str, float]:
     """The anchor's weights, if they stay on the GPU; while they run, the policy's are kept beside them."""
     c = plan.config
     if c.trust_region.anchor is None or (c.reference_mode_offload and not c.use_lora):
-        return at(0.0)
+        return bytes_by_moment(0.0)
     master = BYTES[c.master_weight_type]
     here = plan.trained.total / plan.shards
     stored = master if c.use_lora else BYTES[c.dtype]
-    return at(here * stored, anchor=here * master)
+    return bytes_by_moment(here * stored, anchor=here * master)
 
 
 def averages(plan: Plan) -> dict[str, float]:
@@ -130,7 +131,7 @@ def averages(plan: Plan) -> dict[str, float]:
     copies = int(bool(c.ema_decay)) + int(c.samples_with_old_policy)
     policy = here * BYTES[c.master_weight_type]
     beside_average = policy if c.ema_decay else 0.0
-    return at(
+    return bytes_by_moment(
         here * AVERAGE_BYTES * copies,
         rollout=policy if c.samples_with_old_policy else 0.0,
         validation=beside_average,
@@ -140,30 +141,31 @@ def averages(plan: Plan) -> dict[str, float]:
 
 def activations(plan: Plan) -> dict[str, float]:
     """Each guidance branch keeps every block's input, or more; one block at a time is active."""
-    c, r = plan.config, plan.rates
+    c = plan.config
+    rates = plan.rates
     sampled_tokens = plan.tokens * plan.micro_batch_size / c.sp_size
     sampled_unit = sampled_tokens * plan.model.width * BYTES[c.dtype]
     validated_unit = validation_tokens(plan) / c.sp_size * plan.model.width * BYTES[c.dtype]
     tokens = plan.tokens * c.trained_micro_batch / c.sp_size
     unit = tokens * plan.model.width * BYTES[c.dtype]
-    exchange = r.exchange_activations if c.sp_size > 1 else 0.0
+    exchange = rates.exchange_activations if c.sp_size > 1 else 0.0
     casts = adapters_cast(plan)
-    copies = plan.by_mode(r.adapter_training) if casts else 0.0
+    copies = plan.by_mode(rates.adapter_training) if casts else 0.0
 
     # What one block keeps until its backward: its input, and with keep_attention also the output of attention
     recomputed_block = unit
     if c.keep_attention:
         recomputed_block = 2 * unit + tokens * plan.model.heads * NORMALIZER_BYTES
-    saved_block = (r.saved_activations + copies) * unit
+    saved_block = (rates.saved_activations + copies) * unit
     graph = plan.model.layers * (
         plan.recomputed * recomputed_block + (1 - plan.recomputed) * saved_block
     )
 
-    per_unit = plan.by_mode(r.forward_activations) + exchange
+    per_unit = plan.by_mode(rates.forward_activations) + exchange
     if casts:
-        per_unit += r.adapter_forward
-    training = unit * (plan.by_mode(r.training_activations) + exchange + copies)
-    return at(
+        per_unit += rates.adapter_forward
+    training = unit * (plan.by_mode(rates.training_activations) + exchange + copies)
+    return bytes_by_moment(
         0.0,
         rollout=sampled_unit * per_unit,
         anchor=unit * per_unit,
@@ -197,12 +199,12 @@ def trajectories(plan: Plan) -> dict[str, float]:
         # a state, a target and the same velocities at each trained step; the final latents
         sampled_clip = 1
         trained_clip = (3 + anchored) * plan.trained_steps + 1
-    latent = plan.latents * plan.model.channels * LATENT_BYTES
+    latent = plan.latent_positions * plan.model.channels * LATENT_BYTES
     trained = trained_clip * latent * plan.trained_clips
     if plan.trained_clips == c.batch_size:
-        return at(trained)
+        return bytes_by_moment(trained)
     sampled = sampled_clip * latent * c.batch_size
-    return at(
+    return bytes_by_moment(
         0.0,
         rollout=sampled,
         decode=sampled,
@@ -213,9 +215,9 @@ def trajectories(plan: Plan) -> dict[str, float]:
 
 
 def vae(plan: Plan) -> dict[str, float]:
-    """Weights, and what decoding a clip takes."""
+    """Weights, and the memory for decoding a clip."""
     c = plan.config
-    return at(
+    return bytes_by_moment(
         plan.model.vae * BYTES[c.dtype],
         decode=decoding_bytes(plan, rollout_sampling(c)),
         validation_decode=decoding_bytes(plan, validation_sampling(c)),
@@ -235,7 +237,7 @@ def rewards(plan: Plan) -> dict[str, float]:
     """Weights of all rewards; they score one after another."""
     loaded = sum(reward.weight_bytes for reward in plan.rewards)
     scoring = max((reward.forward_bytes for reward in plan.rewards), default=0.0)
-    return at(loaded, reward=scoring)
+    return bytes_by_moment(loaded, reward=scoring)
 
 
 def peak(plan: Plan) -> tuple[str, float]:
@@ -250,7 +252,7 @@ def fits(plan: Plan, gpu_bytes: float) -> bool:
     return peak_bytes + plan.rates.reserve <= gpu_bytes
 
 
-def checkpoint_bytes(config: Config, trained: Trained) -> int:
+def checkpoint_bytes(config: Config, trained: TrainedParameters) -> int:
     """One checkpoint: weights, optimizer state, anchor, averaged weights; an adapter also in diffusers' layout."""
     master = BYTES[config.master_weight_type]
     copies = 3  # the weights and two moments

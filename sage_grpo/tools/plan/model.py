@@ -23,7 +23,7 @@ MEASURED_SPATIAL = 16
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParameters:
     """How many parameters a run trains."""
 
     total: int  # with LoRA, the adapter's
@@ -36,7 +36,7 @@ class Plan:
 
     config: Config
     model: Architecture
-    trained: Trained
+    trained: TrainedParameters
     gpus: int
     text_tokens: int = 150
     rates: Calibration = field(default_factory=calibrate)
@@ -58,8 +58,8 @@ class Plan:
         self.trained_clips = c.rank_trained  # per rank and iteration
 
         # One clip
-        self.latents = self.model.video_tokens(c.num_frames, c.height, c.width)  # positions
-        self.tokens = self.model.sequence(self.latents, self.text_tokens)
+        self.latent_positions = self.model.video_tokens(c.num_frames, c.height, c.width)
+        self.tokens = self.model.sequence(self.latent_positions, self.text_tokens)
         known_rewards = self.rates.rewards
         names = [ALIASES.get(name, name) for name in c.reward_model]
         self.rewards = [known_rewards[name] for name in names if name in known_rewards]
@@ -103,9 +103,9 @@ class Plan:
     @property
     def decode_seconds(self) -> float:
         """Seconds for the VAE to decode one clip, tiled if its memory exceeds `decode_gb`."""
-        untiled_bytes = self.latents * self.by_mode(self.model.untiled)
+        untiled_bytes = self.latent_positions * self.by_mode(self.model.untiled)
         # a VAE whose positions have more pixels takes longer for each
-        positions = self.latents * (self.model.spatial / MEASURED_SPATIAL) ** 2
+        positions = self.latent_positions * (self.model.spatial / MEASURED_SPATIAL) ** 2
         if untiled_bytes > self.config.decode_gb * 1e9:
             return positions * self.rates.decode_tiled
         return positions * self.by_mode(self.rates.decode_untiled)
@@ -202,8 +202,7 @@ def crossing_share(windows: Windows, is_high: Sequence[bool]) -> float:
 def expected_maximum(values: Sequence[float], draws: int) -> float:
     """The mean of the largest of so many independent draws from equally likely values."""
     count = len(values)
-    below = [
-        (rank / count) ** draws for rank in range(count + 1)
-    ]  # P(all draws are among the `rank` smallest)
+    # P(all draws are among the `rank` smallest)
+    below = [(rank / count) ** draws for rank in range(count + 1)]
     chances = [after - before for before, after in pairwise(below)]
     return sum(value * chance for value, chance in zip(sorted(values), chances, strict=True))

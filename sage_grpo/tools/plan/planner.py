@@ -10,7 +10,7 @@ from sage_grpo.models.cost import Architecture
 from sage_grpo.models.lora import adapted_experts, target_layers
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.tools.plan.calibration import MEASURED_ON, Calibration, calibrate
-from sage_grpo.tools.plan.model import Plan, Trained
+from sage_grpo.tools.plan.model import Plan, TrainedParameters
 from sage_grpo.train.inputs import reward_folder, reward_names
 from sage_grpo.train.optimization import trainable_parameters
 
@@ -55,7 +55,7 @@ def backbone_of(folder: str, version: str) -> Backbone:
 @lru_cache
 def sizes_of(
     backbone: Backbone, lora: tuple[int, tuple[str, ...], str] | None
-) -> tuple[Architecture, Trained]:
+) -> tuple[Architecture, TrainedParameters]:
     """Count parameters on the real classes, on the meta device. `lora`: rank, layers, transformers of the adapter."""
     transformer = backbone.empty_transformer()
     if lora:
@@ -76,10 +76,10 @@ def sizes_of(
             for name, parameter in parameters.items()
             if transformer.is_block_matrix(name, parameter)
         )
-    return architecture_of(backbone), Trained(total=total, matrices=matrices)
+    return architecture_of(backbone), TrainedParameters(total=total, matrices=matrices)
 
 
 @lru_cache
 def architecture_of(backbone: Backbone) -> Architecture:
-    """Of the model, whatever is trained of it."""
+    """Sizes of the whole model, trained or not."""
     return backbone.architecture()

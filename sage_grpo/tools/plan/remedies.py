@@ -14,15 +14,15 @@ from sage_grpo.tools.plan.planner import plan_of
 Flags = Mapping[str, Any]
 
 # Smaller clips teach a video model little.
-FEWEST_FRAMES = 17
-SHORTEST_SIDE = 240  # pixels
-SIDE_STEP = 32  # pixels; every backbone takes multiples of it
-MOST_GPUS = 64
+MIN_FRAMES = 17
+MIN_SIDE = 240  # pixels
+SIDE_STEP = 32  # pixels; every backbone accepts multiples of it
+MAX_GPUS = 64
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Other values of flags, which save memory, and what that costs. `flags` may depend on the values of today."""
+    """Other values of flags, which save memory, and what that costs. `flags` may depend on the current values."""
 
     flags: Flags | Callable[[Config], Flags]
     cost: str
@@ -53,16 +53,16 @@ def twice_the_ranks(config: Config) -> Flags:
 
 
 def half_the_frames(config: Config) -> Flags:
-    """The VAE takes 4 n + 1 frames."""
+    """Half as many frames, 4 n + 1 as the VAE needs."""
     frames = config.num_frames // 8 * 4 + 1
-    return {"num_frames": frames} if frames >= FEWEST_FRAMES else {}
+    return {"num_frames": frames} if frames >= MIN_FRAMES else {}
 
 
 def smaller_frames(config: Config) -> Flags:
     """Three quarters of each side, and validation clips of the same size."""
     height = config.height * 3 // 4 // SIDE_STEP * SIDE_STEP
     width = config.width * 3 // 4 // SIDE_STEP * SIDE_STEP
-    return {"height": height, "width": width} if min(height, width) >= SHORTEST_SIDE else {}
+    return {"height": height, "width": width} if min(height, width) >= MIN_SIDE else {}
 
 
 # Cheapest first
@@ -123,7 +123,7 @@ def with_more_gpus(plan: Plan) -> list[Plan]:
     """The plan, and the same run sharded over 2, 4, 8, ... times as many GPUs; layouts that cannot run are left out."""
     plans = [plan]
     gpus = 2 * plan.gpus
-    while gpus <= MOST_GPUS:
+    while gpus <= MAX_GPUS:
         with suppress(ValueError):  # for example a batch that does not divide
             plans.append(changed(plan, {"enable_fsdp": True, "gpus": gpus}))
         gpus *= 2
@@ -156,7 +156,7 @@ def as_typed(value: Any) -> str:
 
 
 def enough_remedies(plan: Plan, gpu_bytes: float) -> list[Remedy]:
-    """Take remedies, cheapest first and each as often as it helps, until the plan fits or none helps.
+    """Apply remedies, cheapest first and each as often as it helps, until the plan fits or none helps.
 
     A remedy may help only after another one has lowered a higher peak, so the list is gone through repeatedly.
     """

@@ -20,7 +20,7 @@ from sage_grpo.tools.plan.memory import (
     swapped_bytes,
 )
 from sage_grpo.tools.plan.model import Plan
-from sage_grpo.tools.plan.remedies import MOST_GPUS, Change, all_words
+from sage_grpo.tools.plan.remedies import MAX_GPUS, Change, all_words
 from sage_grpo.tools.plan.times import (
     clips_per_gpu_hour,
     run_time,
@@ -75,7 +75,7 @@ def setting_lines(plan: Plan) -> list[str]:
         f"{plan.trained.total / 1e6:,.0f} M trained"
     )
 
-    text_tokens = plan.tokens - plan.latents - plan.model.image
+    text_tokens = plan.tokens - plan.latent_positions - plan.model.image
     image = f" and {plan.model.image} of an image" if plan.model.image else ""
     clip = (
         f"{c.num_frames} frames of {c.height} x {c.width}: {plan.tokens:,} tokens, "
@@ -95,7 +95,7 @@ def setting_lines(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan) -> list[str]:
-    """GB of each part that takes any, and their total, at every moment."""
+    """GB of each part that needs memory, and their total, at every moment."""
     parts = {name: list(row.values()) for name, row in memory(plan).items()}
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     rows = [["GB per GPU", *(moment.replace("_", " ") for moment in MOMENTS)]]
@@ -235,8 +235,8 @@ def verdict_lines(plan: Plan, gpu_bytes: float, changes: Sequence[Change]) -> li
     if not changes:
         return [
             *lines,
-            f"  No flags and no {MOST_GPUS} GPUs of {gpu_bytes / GB:g} GB make it fit: "
-            "take a card with more memory, or a smaller model.",
+            f"  No flags and no {MAX_GPUS} GPUs of {gpu_bytes / GB:g} GB make it fit: "
+            "use a GPU with more memory, or a smaller model.",
         ]
     lines.append("These together make it fit, with the peak after each:")
     for change in changes:

@@ -19,7 +19,7 @@ class ForwardParts(NamedTuple):
 
 
 def forward_parts(plan: Plan) -> ForwardParts:
-    flops = plan.model.forward(plan.latents, plan.text_tokens)
+    flops = plan.model.forward(plan.latent_positions, plan.text_tokens)
     return ForwardParts(
         attention=flops.attention / plan.rates.attention,
         linear=flops.linear / plan.rates.linear,
@@ -35,16 +35,17 @@ def forward_time(plan: Plan, clips: int | None = None) -> float:
 
 def backward_time(plan: Plan) -> float:
     """Seconds for the backward of a trained micro-batch, with recomputation, without waiting for other ranks."""
-    c, r = plan.config, plan.rates
+    c = plan.config
+    rates = plan.rates
     forward = forward_parts(plan)
     recomputed_attention = 0.0 if c.keep_attention else forward.attention
     recomputation = plan.recomputed * (forward.linear + forward.rest + recomputed_attention)
 
-    flops = plan.model.forward(plan.latents, plan.text_tokens)
-    attention = flops.attention * BACKWARD_OF_ATTENTION / r.attention_backward
-    # Gradients of inputs and of weights take a forward each; frozen weights have none.
+    flops = plan.model.forward(plan.latent_positions, plan.text_tokens)
+    attention = flops.attention * BACKWARD_OF_ATTENTION / rates.attention_backward
+    # Gradients of inputs and of weights each cost as much as a forward; frozen weights have none.
     linear = forward.linear * (1 if c.use_lora else 2)
-    rest = plan.tokens * plan.model.layers * plan.by_mode(r.rest_backward)
+    rest = plan.tokens * plan.model.layers * plan.by_mode(rates.rest_backward)
 
     seconds = attention + recomputation + (linear + rest)
     return seconds * c.trained_micro_batch / c.sp_size
@@ -62,7 +63,8 @@ class Traffic:
 
 def traffic(plan: Plan) -> Traffic:
     """Bytes into one GPU."""
-    c, model = plan.config, plan.model
+    c = plan.config
+    model = plan.model
     shards = plan.shards
     replicas = plan.gpus // shards
     ranks = c.sp_size
@@ -80,11 +82,11 @@ def traffic(plan: Plan) -> Traffic:
 def waits(plan: Plan) -> Traffic:
     """Seconds for the traffic. A ring uses the network of all GPUs in a node, an exchange only each GPU's own."""
     volume = traffic(plan)
-    r = plan.rates
-    node = r.gpus_per_node
-    ring = r.nvlink if plan.shards <= node else min(r.nvlink, r.nic * node)
-    between_ranks = r.nvlink if plan.config.sp_size <= node else r.nic
-    between_replicas = r.nvlink if plan.gpus <= node else r.nic
+    rates = plan.rates
+    node = rates.gpus_per_node
+    ring = rates.nvlink if plan.shards <= node else min(rates.nvlink, rates.nic * node)
+    between_ranks = rates.nvlink if plan.config.sp_size <= node else rates.nic
+    between_replicas = rates.nvlink if plan.gpus <= node else rates.nic
     return Traffic(
         gather=volume.gather / ring,
         exchange=volume.exchange / between_ranks,
@@ -99,11 +101,12 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
     overlap: weights and gradients travel while blocks compute, so only the excess counts. Token exchanges always count
     in full.
     """
-    c, r = plan.config, plan.rates
+    c = plan.config
+    rates = plan.rates
     wait = waits(plan)
-    sampling = forward_time(plan) * r.trainer_overhead.forward
-    forward = forward_time(plan, c.trained_micro_batch) * r.trainer_overhead.forward
-    backward = backward_time(plan) * r.trainer_overhead.backward
+    sampling = forward_time(plan) * rates.trainer_overhead.forward
+    forward = forward_time(plan, c.trained_micro_batch) * rates.trainer_overhead.forward
+    backward = backward_time(plan) * rates.trainer_overhead.backward
 
     # Seconds of computation that can hide communication
     overlaps = overlap and c.enable_fsdp
@@ -125,12 +128,12 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
     passes = plan.training_passes
     optimizer_steps = c.updates_per_rollout / c.gradient_accumulation_steps
     update = passes * (forward + forward_gather + backward + backward_gather + backward_exchange)
-    update += plan.reductions * reduction + optimizer_steps * trained_here / r.optimizer
+    update += plan.reductions * reduction + optimizer_steps * trained_here / rates.optimizer
 
     anchor = passes * forward + plan.anchor_gathers * forward_gather
     if c.reference_mode_offload and not c.use_lora:
         # Parameters move to the host, the anchor comes in, and the parameters come back.
-        anchor += trained_here * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / r.host
+        anchor += trained_here * (2 * BYTES[c.master_weight_type] + BYTES[c.dtype]) / rates.host
 
     # Transformers that take turns on the GPU change in the middle of a clip, or of a window, and for the next one.
     change = change_time(plan)
@@ -156,7 +159,7 @@ def times(plan: Plan, overlap: bool = True) -> dict[str, float]:
 def change_time(plan: Plan) -> float:
     """Seconds that a forward waits for a transformer from host memory: for one block, or for what it cannot hide.
 
-    None if transformers do not take turns on the GPU.
+    0 if transformers do not take turns on the GPU.
     """
     if not swapped_bytes(plan):
         return 0.0

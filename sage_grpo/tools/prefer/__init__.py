@@ -11,4 +11,6 @@ result    results.py     the page and the JSON of a study
           statistics.py  win rates with intervals, agreement, how many more pairs
 learn     learn.py       answers to comparisons, held-out prompts, the folder that is written
           heads.py       the fit of the reward heads
+          lora.py        the fit of an adapter with its reward heads
+          study_clips.py the study's clips, prepared for the reward model
 """

@@ -197,7 +197,7 @@ class AnswersFile:
                 raise OSError(f"{self.path} could not be written; is the disk full?")
             os.fsync(self.handle)
         except OSError:
-            os.ftruncate(self.handle, start)  # the rater is told, and answers again
+            os.ftruncate(self.handle, start)  # the rater sees the error and answers again
             raise
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from sage_grpo.files.json_files import printable
 
-SMALLEST_BOX = 8  # bytes of an mp4 box: its length and its type
+MIN_BOX = 8  # bytes of an mp4 box: its length and its type
 
 
 def blind_copies(sources: Sequence[Path], folder: Path, seed: int) -> list[str]:
@@ -47,11 +47,11 @@ def padded(video: bytes, size: int) -> bytes:
     missing = size - len(video)
     if missing == 0:
         return video
-    if missing < SMALLEST_BOX:
+    if missing < MIN_BOX:
         raise ValueError(f"{missing} bytes are too few for a box")
-    return video + struct.pack(">I4s", missing, b"free") + bytes(missing - SMALLEST_BOX)
+    return video + struct.pack(">I4s", missing, b"free") + bytes(missing - MIN_BOX)
 
 
 def equal_size(first: int, second: int) -> int:
     """The size to which two clips of these sizes are padded; both leave room for a box."""
-    return max(first, second) + SMALLEST_BOX
+    return max(first, second) + MIN_BOX

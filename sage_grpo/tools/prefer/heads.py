@@ -1,8 +1,8 @@
 """Fits VideoAlign's reward heads to comparisons: a vector per dimension on fixed hidden states, a convex problem.
 
 The score of dimension d is w_d . h_d, with h_d the hidden state at its reward token. What is learned is the change of
-w_d, under a penalty on its size in units of the features' standard deviations: dimensions nobody was asked about, and
-directions of which the answers say nothing, stay as they were. The strength of the penalty is chosen by
+w_d, under a penalty on its size in units of the features' standard deviations: dimensions that no question asked about,
+and directions that the answers do not determine, stay as they were. The strength of the penalty is chosen by
 cross-validation over prompts.
 
 Shapes: P comparisons, N clips, D hidden features.
@@ -20,9 +20,8 @@ from sage_grpo.rewards.videoalign.folder import DIMENSIONS
 
 STRENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 FOLDS = 5
-LEAST_SPREAD = (
-    1e-3  # of a feature, relative to the mean spread; below it a feature counts as constant
-)
+# of a feature, relative to the mean spread; below it a feature counts as constant
+MIN_SPREAD = 1e-3
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def fit_heads(hidden: Tensor, head: Tensor, comparisons: Comparisons, strength: 
     hidden = hidden.double()
     head = head.double()
     spread = hidden.std(0)
-    scale = spread.clamp(min=LEAST_SPREAD * spread.mean().item())  # (3, D)
+    scale = spread.clamp(min=MIN_SPREAD * spread.mean().item())  # (3, D)
     rows = (hidden[comparisons.first] - hidden[comparisons.second]) * comparisons.shares[..., None]
     rows = rows.double()
     asked = (comparisons.shares != 0).any(0)[:, None].double()  # others stay

@@ -1,4 +1,4 @@
-"""`label`: make a study of what is compared, or continue one, and serve its page."""
+"""`label`: make a study, or continue one, and serve its page."""
 
 import argparse
 import random
@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from sage_grpo.config.fields import Config, ConfigError
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.exit_codes import DONE
 from sage_grpo.tools.gate import build_server, listen
 from sage_grpo.tools.prefer.answers import AnswersFile
@@ -30,11 +30,11 @@ def label(options: argparse.Namespace, config: Config) -> int:
     listener, base = listen(server)
     study = answers.study
     print(
-        f"{len(study.pairs)} pairs of {', '.join(map(plain, study.systems))}; "
+        f"{len(study.pairs)} pairs of {', '.join(map(terminal_text, study.systems))}; "
         f"answers go to {options.output}. Ctrl-C ends; the same command continues."
     )
     for rater, address in addresses(labeling, base).items():
-        print(f"{plain(rater)}: {address}", flush=True)
+        print(f"{terminal_text(rater)}: {address}", flush=True)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after its own shutdown
         server.run(sockets=[listener])
     answers.close()

@@ -41,7 +41,7 @@ from sage_grpo.tools.prefer.study import Study, StudyError
 from sage_grpo.tools.prefer.study_clips import StudyClips
 from sage_grpo.tools.templating import render
 
-FEWEST_PROMPTS = 10
+MIN_PROMPTS = 10
 BINS = 5  # of calibration
 RESAMPLES = 400  # of a bootstrap
 GB = 1e9  # bytes
@@ -105,7 +105,7 @@ def learn(options: argparse.Namespace) -> int:
     folder = draft / "reward"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    # the check is done: what is written learns from the held-out answers too
+    # the check is done: the written reward also learns from the held-out answers
     learner.write(comparisons, folder)
     write_json(folder / "learning.json", record)
     card = render(
@@ -158,9 +158,9 @@ def comparisons_of(
 def split(comparisons: Comparisons, holdout: float, seed: int) -> tuple[Comparisons, Comparisons]:
     """Comparisons to learn from and held-out ones, without a common prompt."""
     num_prompts = len(set(comparisons.prompts))
-    if num_prompts < FEWEST_PROMPTS:
+    if num_prompts < MIN_PROMPTS:
         raise StudyError(
-            f"the answers are about {num_prompts} prompts; learning takes at least {FEWEST_PROMPTS}"
+            f"the answers are about {num_prompts} prompts; learning needs at least {MIN_PROMPTS}"
         )
     folds = prompt_folds(comparisons.prompts, max(2, round(1 / holdout)), seed)
     training = [row for row, fold in enumerate(folds) if fold != 0]
@@ -222,7 +222,7 @@ def clips_key(options: argparse.Namespace) -> str:
 
 @dataclass(frozen=True)
 class Material:
-    """What there is to learn from, besides the answers."""
+    """Everything to learn from besides the answers."""
 
     options: argparse.Namespace
     open_reward: Callable[[], VideoAlign]  # the base
@@ -251,7 +251,7 @@ class Heads:
         write_with_head(self.material.options.base, folder, self.material.fitted_head(comparisons))
 
     def record(self) -> dict[str, Any]:
-        """What the record says of this method alone."""
+        """The part of the record that only this method has."""
         return {"lora": None}
 
 
@@ -290,7 +290,7 @@ class Lora:
         write_with_weights(self.base, folder, model, head)
 
     def record(self) -> dict[str, Any]:
-        """What the record says of this method alone."""
+        """The part of the record that only this method has."""
         losses = {str(epoch): loss for epoch, loss in self.learner.losses.items()}
         return {"lora": asdict(self.recipe) | {"trained": self.learner.epochs, "losses": losses}}
 
@@ -314,7 +314,7 @@ class Range:
 class Judged:
     """How well scores agree with held-out answers."""
 
-    accuracy: Share  # of the answers that are no ties
+    accuracy: Share  # of the answers that are not ties
     loss: Range  # mean of minus the log-probability of an answer
     calibration_error: Range  # mean difference of predicted and observed shares, ties left out
     bins: list[dict[str, float]]  # predicted and observed share, count

@@ -3,8 +3,8 @@
 Heads can only weigh features that the base has; an adapter makes new ones. Training starts from fitted heads
 (`heads.py`): gradients through a head that knows nothing of the answers would first spoil the features (Kumar et al.,
 2022). A fifth of the prompts to learn from decides after how many epochs to stop; after none, if an adapter does not
-help. What is written is trained on all answers for as many. Scores of dimensions nobody was asked about are held where
-the base has them: an adapter changes the features of all three.
+help. The written reward is then trained on all answers for that many epochs. Scores of dimensions that no question
+asked about are held at the values of the base: an adapter changes the features of all three.
 
 Shapes: P comparisons, N clips, D hidden features.
 """
@@ -35,7 +35,8 @@ from sage_grpo.tools.prefer.study_clips import BATCH, StudyClips, write_at_once
 
 HEAD = "head"
 PATIENCE = 2  # epochs without a lower loss on left-out prompts, then training stops
-LARGE = 1e9  # parameters from which on a backward takes one pair, and layers are recomputed
+# parameters; larger models process one pair per backward, and recompute layers
+LARGE = 1e9
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class AdapterFit:
         return total
 
     def drift(self, raw: Tensor, numbers: Tensor) -> Tensor:
-        """Mean squared change of scores nobody was asked about, in standard deviations; raw: (n, 3) of these clips."""
+        """Mean squared change of scores that no question asked about, in standard deviations; raw: (n, 3)."""
         if not len(self.unasked):
             return raw.new_zeros(())
         change = (raw - self.base_scores[numbers.to(raw.device)]) / self.spread
@@ -203,7 +204,7 @@ class EarlyStop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last epochs brought nothing."""
+        """Whether the last epochs brought no improvement."""
         return bool(self.losses) and max(self.losses) - self.best_epoch >= PATIENCE
 
     def __call__(self, epoch: int) -> bool:
@@ -226,7 +227,7 @@ class EarlyStop:
 
 
 class LoraLearner:
-    """Learns adapter and heads from answers: `judge` from some of them, for scores of others; `final` from all."""
+    """Learns adapter and heads: `judge` from some answers, to score the clips of others; `final` from all."""
 
     def __init__(
         self,
@@ -240,7 +241,7 @@ class LoraLearner:
     ) -> None:
         """open_reward: loads the base. first_head: heads (3, D) fitted to comparisons. base_scores: (N, 3) raw.
 
-        dtype: of the files. key: what the training depends on, to know stored states by.
+        dtype: of the files. key: of what the training depends on; a stored state with another key is not used.
         """
         self.open_reward = open_reward
         self.clips = clips
@@ -249,11 +250,11 @@ class LoraLearner:
         self.recipe = recipe
         self.dtype = dtype
         self.key = key
-        self.epochs = 0  # that were best
+        self.epochs = 0  # the best number of them
         self.losses: dict[int, float] = {}  # on left-out prompts, by epoch
 
     def new_fit(self, comparisons: Comparisons) -> AdapterFit:
-        """Of the base, loaded again: a fit ends in merged weights."""
+        """A new fit on a freshly loaded base: each fit ends by merging its adapter into the weights."""
         self.clips.reward = self.open_reward()
         head = self.first_head(comparisons)
         return AdapterFit(

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from sage_grpo.tools.prefer.study import Clip, Study, StudyError
+from sage_grpo.tools.prefer.study import Study, StudyClip, StudyError
 
 APART = 5  # trials between the two showings of a pair, where there are as many
 
 Pair = tuple[int, int]
 
 
-def candidates(clips: Sequence[Clip]) -> list[Pair]:
+def candidates(clips: Sequence[StudyClip]) -> list[Pair]:
     """All pairs that can be compared.
 
     With several systems: clips of different ones with the same prompt, seed and number. With one: clips of a prompt.
@@ -43,7 +43,9 @@ def candidates(clips: Sequence[Clip]) -> list[Pair]:
     return pairs
 
 
-def draw(clips: Sequence[Clip], pairs: Sequence[Pair], count: int | None, seed: int) -> list[Pair]:
+def draw(
+    clips: Sequence[StudyClip], pairs: Sequence[Pair], count: int | None, seed: int
+) -> list[Pair]:
     """`count` random pairs (None: all), spread evenly over systems and prompts: each has one before any has two."""
     rng = random.Random(seed)
     by_group: dict[tuple, list[Pair]] = defaultdict(list)
@@ -61,7 +63,7 @@ def draw(clips: Sequence[Clip], pairs: Sequence[Pair], count: int | None, seed: 
 
 
 def least_certain(
-    clips: Sequence[Clip], pairs: Sequence[Pair], count: int | None, names: Sequence[str]
+    clips: Sequence[StudyClip], pairs: Sequence[Pair], count: int | None, names: Sequence[str]
 ) -> list[Pair]:
     """`count` pairs (None: all), those first whose rewards, the sums of the named scores, differ least."""
 

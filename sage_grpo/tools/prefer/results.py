@@ -10,14 +10,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.exit_codes import DONE
 from sage_grpo.files.json_files import write_json
 from sage_grpo.runs.preferences import KIND
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.prefer.answers import Answer, read_answers
 from sage_grpo.tools.prefer.statistics import MANY_RATERS, Share, krippendorff, more_pairs, share
-from sage_grpo.tools.prefer.study import BAD, LEFT, RIGHT, TIE, Clip, Study, StudyError, clip_path
+from sage_grpo.tools.prefer.study import (
+    BAD,
+    LEFT,
+    RIGHT,
+    TIE,
+    Study,
+    StudyClip,
+    StudyError,
+    clip_path,
+)
 from sage_grpo.tools.templating import render
 
 SHOWN = 6  # disputed pairs on the page
@@ -43,7 +52,8 @@ def result(options: argparse.Namespace) -> int:
     )
     page.write_text(text, encoding="utf-8", errors="replace")
     shown = [
-        aligned([[plain(cell) for cell in row] for row in table.rows]) for table in tables(record)
+        aligned([[terminal_text(cell) for cell in row] for row in table.rows])
+        for table in tables(record)
     ]
     print("\n\n".join([*shown, str(page)]))
     return DONE
@@ -245,7 +255,7 @@ def contradictions(study: Study, outcomes: Mapping[int, Sequence[float]]) -> lis
     return [(pair, reason) for _, pair, reason in found]
 
 
-def shown_clip(study: Study, clip: Clip, path: Path) -> Shown:
+def shown_clip(study: Study, clip: StudyClip, path: Path) -> Shown:
     return Shown(clip_path(path, clip), study.systems[clip.system], clip.scores)
 
 
@@ -253,13 +263,13 @@ def shown_clip(study: Study, clip: Clip, path: Path) -> Shown:
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     title: str
     rows: list[list[str]]
     caption: str = ""
 
 
-def tables(record: Mapping[str, Any]) -> list[Table]:
+def tables(record: Mapping[str, Any]) -> list[ResultTable]:
     """The figures of a record as rows of text, titles first."""
     wins = [["", "win rate", "95 %", "wins", "losses", "ties", "both bad", "more answers needed"]]
     agreement = [["", "agreement", "95 %", "answers"]]
@@ -283,13 +293,13 @@ def tables(record: Mapping[str, Any]) -> list[Table]:
         for question, part in record["questions"].items()
     ]
     found = [
-        Table("Win rates", wins, record["method"]),
-        Table(
+        ResultTable("Win rates", wins, record["method"]),
+        ResultTable(
             "Raters",
             raters,
             f"Krippendorff's alpha between raters: {', '.join(alphas)} (1: they agree, 0: as by chance).",
         ),
-        Table(
+        ResultTable(
             "People and rewards",
             agreement,
             "How often the preferred clip has the higher score; ties left out.",
@@ -312,4 +322,4 @@ def needed(more: int | None) -> str:
     """How many more answers would decide a comparison that stays as it is."""
     if more == 0:
         return "none: decided"
-    return "no number" if more is None else f"about {more}"
+    return "cannot be decided" if more is None else f"about {more}"

@@ -32,7 +32,7 @@ from sage_grpo.tools.prefer.blinding import equal_size, padded
 from sage_grpo.tools.prefer.pairs import Trial, trials
 from sage_grpo.tools.prefer.study import CHOICES, LEFT, QUESTIONS, RIGHT, check_raters, clip_path
 
-MOST_BYTES = 4096  # of an answer
+MAX_BYTES = 4096  # of an answer
 
 
 class Labeling:
@@ -142,7 +142,8 @@ class Labeling:
     def video(self, trial: Trial, side: str) -> bytes:
         """The clip on one side of a trial, as large as the other one."""
         pair = self.study.pairs[trial.pair]
-        index = (side == RIGHT) != trial.swapped  # of the clip in its pair
+        shows_second = side == LEFT if trial.swapped else side == RIGHT
+        index = 1 if shows_second else 0  # of the clip in its pair
         paths = [clip_path(self.answers.path, self.study.clips[clip]) for clip in pair]
         size = equal_size(*(path.stat().st_size for path in paths))
         return padded(paths[index].read_bytes(), size)
@@ -170,8 +171,8 @@ async def read_object(request: Request) -> dict[str, Any]:
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MOST_BYTES:
-            raise HTTPException(413, f"an answer has at most {MOST_BYTES} bytes")
+        if len(body) > MAX_BYTES:
+            raise HTTPException(413, f"an answer has at most {MAX_BYTES} bytes")
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:

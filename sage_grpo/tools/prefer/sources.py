@@ -14,13 +14,13 @@ from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.files.json_files import read_object
 from sage_grpo.models.registry import device_for
 from sage_grpo.parallel.ranks import join_ranks
-from sage_grpo.runs.clips import LISTING, PLACES, Record, beside, checked, read_listing
+from sage_grpo.runs.clips import LISTING, RECORD_KEYS, Record, beside, checked, read_listing
 from sage_grpo.tools.evaluate import Evaluation, system_names
-from sage_grpo.tools.prefer.study import Clip
+from sage_grpo.tools.prefer.study import StudyClip
 from sage_grpo.train.checkpoint_folders import list_checkpoints
 from sage_grpo.train.validation import validation_sampling
 
-Sourced = tuple[Path, Clip]  # file and clip
+Sourced = tuple[Path, StudyClip]  # file and clip
 
 
 def is_root(path: Path, config: Config) -> bool:
@@ -46,7 +46,7 @@ def is_clips(path: Path) -> bool:
 
 
 def weights_of(path: Path) -> Path:
-    """The weights that a path means: a run folder stands for its newest checkpoint."""
+    """The weights that a path stands for: a run folder stands for its newest checkpoint."""
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give runs, checkpoints or folders of clips")
     if not (path / "checkpoints").is_dir():
@@ -161,11 +161,11 @@ def _records(folder: Path) -> list[tuple[Record, Path]]:
     return found
 
 
-def _clip(record: Record, system: int) -> Clip:
+def _clip(record: Record, system: int) -> StudyClip:
     """A clip of a record, with the scores of all rewards, held-out ones included."""
     scores: dict[str, float] = {}
     for kind in ("reward", "holdout"):
-        for name, value in record[PLACES[kind]].items():
+        for name, value in record[RECORD_KEYS[kind]].items():
             if name != "total" and math.isfinite(value):
                 label = name if kind == "reward" else f"held-out {name}"
                 scores[label] = value
@@ -173,7 +173,7 @@ def _clip(record: Record, system: int) -> Clip:
     for name in ("number", "height", "width"):
         value = record.get(name)
         numbers[name] = value if isinstance(value, int) else 0
-    return Clip(
+    return StudyClip(
         file="",
         system=system,
         prompt=record["prompt"],

@@ -17,9 +17,9 @@ import numpy as np
 
 from sage_grpo.intervals import student_95
 
-MANY_RATERS = 8  # from which on they are a sample of all raters
+MANY_RATERS = 8  # this many or more count as a sample of all raters
 Z_POWER = 0.8416  # normal quantile of 80 % power
-MOST_PAIRS = 1_000_000  # "no number of pairs decides this"
+MAX_PAIRS = 1_000_000  # beyond it, the comparison counts as undecidable
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def _wilson(mean: float, count: float, quantile: float) -> tuple[float, float]:
 
 
 def more_pairs(result: Share) -> int | None:
-    """Answers beyond those given that decide a share which stays as it is, with 80 % power; None: no number does.
+    """Answers beyond those given that decide a share which stays as it is, with 80 % power.
 
-    0 if it is decided already. The variance falls with the number of answers.
+    0 if it is decided already; None if no feasible number decides it. The variance falls with the number of answers.
     """
     if result.decided:
         return 0
@@ -123,7 +123,7 @@ def more_pairs(result: Share) -> int | None:
         return None
     standard_error = (result.high - result.low) / 2 / 1.96
     needed = result.count * ((1.96 + Z_POWER) * standard_error / distance) ** 2
-    return math.ceil(needed - result.count) if needed < MOST_PAIRS else None
+    return math.ceil(needed - result.count) if needed < MAX_PAIRS else None
 
 
 def pairs_for(win_rate: float, ties: float = 0.0) -> int:

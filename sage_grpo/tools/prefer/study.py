@@ -25,7 +25,7 @@ RIGHT = "right"
 TIE = "tie"
 BAD = "bad"  # both are bad; counts as a tie
 CHOICES = (LEFT, RIGHT, TIE, BAD)
-MOST_NAME = 64  # characters of a rater's name
+MAX_NAME_LENGTH = 64  # characters of a rater's name
 
 
 class StudyError(ValueError):
@@ -33,7 +33,7 @@ class StudyError(ValueError):
 
 
 @dataclass(frozen=True)
-class Clip:
+class StudyClip:
     """A clip of a study."""
 
     file: str  # name in the study's folder of clips
@@ -52,10 +52,9 @@ class Study:
 
     systems: tuple[str, ...]
     questions: tuple[str, ...]
-    clips: tuple[Clip, ...]
-    pairs: tuple[
-        tuple[int, int], ...
-    ]  # indices of clips; of different systems, or two clips of one
+    clips: tuple[StudyClip, ...]
+    # indices of clips, which are by different systems or by the same
+    pairs: tuple[tuple[int, int], ...]
     repeat: float = 0.1  # share of the pairs that each rater sees twice
     seed: int = 0  # of orders and sides
     ordered: bool = False  # whether pairs are shown in the order above: those worth most come first
@@ -70,7 +69,7 @@ def clips_folder(answers: Path) -> Path:
     return answers.with_suffix(".clips")
 
 
-def clip_path(answers: Path, clip: Clip) -> Path:
+def clip_path(answers: Path, clip: StudyClip) -> Path:
     """The file of a clip, which must lie in the study's folder of clips: the study may come from others."""
     if not clip.file.endswith(".mp4"):
         raise StudyError(f"{answers} names the clip {clip.file!r:.60}, which is not an mp4 file")
@@ -128,10 +127,10 @@ def _text(value: Any) -> str:
     return value
 
 
-def _clip(values: Any) -> Clip:
+def _clip(values: Any) -> StudyClip:
     scores = {_text(name): float(score) for name, score in values["scores"].items()}
     scores = {name: score for name, score in scores.items() if math.isfinite(score)}
-    return Clip(
+    return StudyClip(
         file=_text(values["file"]),
         system=int(values["system"]),
         prompt=_text(values["prompt"]),
@@ -170,9 +169,9 @@ def _check(study: Study, where: str) -> None:
 def check_raters(names: Sequence[str]) -> None:
     """Reject names that are empty, long, unprintable or given twice."""
     for name in names:
-        if not name.strip() or len(name) > MOST_NAME or not name.isprintable():
+        if not name.strip() or len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise StudyError(
-                f"a rater is called {name[:80]!r}; give 1 to {MOST_NAME} printable characters"
+                f"a rater is called {name[:80]!r}; give 1 to {MAX_NAME_LENGTH} printable characters"
             )
     if len(set(names)) < len(names):
         raise StudyError("two raters have the same name; their answers would be mixed up")

@@ -1,4 +1,4 @@
-"""The clips of a study as the reward reads them. What takes long is stored, so that a second call continues."""
+"""The clips of a study as the reward reads them. Slow results are stored, so that a second call continues."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ class StudyClips:
     def __init__(
         self, reward: VideoAlign, study: Study, answers: Path, store: Path, key: str
     ) -> None:
-        """store: folder for what was computed. key: what that depends on."""
+        """store: folder for computed results. key: of what these depend on."""
         self.reward = reward
         self.study = study
         self.answers = answers
@@ -29,7 +29,7 @@ class StudyClips:
         self.key = key
 
     def inputs(self, numbers: Sequence[int], keeps: bool) -> dict[str, Tensor]:
-        """What the model takes for these clips; `keeps`: store the patches, which will be needed again."""
+        """The model's inputs for these clips; `keeps`: store the patches, which will be needed again."""
         patches = []
         grids = []
         for number in numbers:

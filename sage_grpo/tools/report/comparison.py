@@ -54,7 +54,7 @@ def comparison(histories: Sequence[RunHistory]) -> str:
 
 
 def differing_yardsticks(runs: Sequence[RunHistory]) -> list[str]:
-    """What the last validations of the runs do not share, among what each of them recorded."""
+    """Parts of the yardstick in which the last validations of the runs differ, among those that they recorded."""
     recorded = [(run.head.get("yardstick") or {}).get("validation") for run in runs]
     yardsticks = [yardstick for yardstick in recorded if isinstance(yardstick, dict)]
     if not yardsticks:
@@ -82,7 +82,7 @@ def is_other_reward(name: str, configs: Mapping[str, Mapping[str, Any]]) -> bool
 
 
 def without_reward(clip: Clip) -> Clip:
-    """The clip without what the reward of its run said about it."""
+    """The clip without the scores of its run's reward."""
     values = {name: value for name, value in clip.values.items() if not name.startswith("reward/")}
     return replace(clip, values=values)
 

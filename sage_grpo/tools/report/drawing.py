@@ -28,7 +28,7 @@ MAP = (4.8, 2.4)
 MANY = 40  # points from which on a curve is drawn as its running mean
 # values on either side that a running mean includes: a twentieth of all, but enough to see through the noise
 REACH = 0.05
-LEAST_REACH = 10
+MIN_REACH = 10
 
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
@@ -126,7 +126,7 @@ def draw_curve(
     if not smooth:
         axes.plot(x, y, "-", ms=3, color=color, label=label)
         return
-    means, halves = running_mean(y, max(LEAST_REACH, round(REACH * len(y))))
+    means, halves = running_mean(y, max(MIN_REACH, round(REACH * len(y))))
     axes.plot(x, y, "o", ms=2.5, mew=0, color=color, alpha=0.35)
     low = np.clip(means - halves, y.min(), y.max())  # inside, for a log scale too
     high = np.clip(means + halves, y.min(), y.max())

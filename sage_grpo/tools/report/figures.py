@@ -15,8 +15,8 @@ from sage_grpo.runs.history import RunHistory, as_float, column, numbers
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PALE, PURPLE, YELLOW
 from sage_grpo.tools.paired import drift
 from sage_grpo.tools.report.drawing import (
-    LEAST_REACH,
     MAP,
+    MIN_REACH,
     SMALL,
     WIDE,
     Curve,
@@ -35,12 +35,12 @@ from sage_grpo.tools.report.drawing import (
     symmetric_scale,
 )
 
-FEWEST_DOTS = 3  # of a scatter plot
-LONGEST_NAME = 28  # letters of a run's name in a legend: the last ones, which tell runs apart
+MIN_DOTS = 3  # of a scatter plot
+MAX_NAME_LETTERS = 28  # letters of a run's name in a legend: the last ones, which tell runs apart
 
 
 @dataclass(frozen=True)
-class Line:
+class CurveStyle:
     metric: str
     color: str
     label: str = ""
@@ -51,7 +51,7 @@ class CurveFigure:
     """Curves of related metrics over iterations; a comparison of runs shows the first metric only."""
 
     title: str
-    lines: tuple[Line, ...]
+    curves: tuple[CurveStyle, ...]
     caption: str
     size: tuple[float, float] = SMALL
     log_scale: bool = False
@@ -59,14 +59,14 @@ class CurveFigure:
 
     @property
     def metric(self) -> str:
-        return self.lines[0].metric
+        return self.curves[0].metric
 
 
 # reward
 
 TOTAL_REWARD = CurveFigure(
     "Total reward",
-    (Line("reward/total", BLUE, "training"),),
+    (CurveStyle("reward/total", BLUE, "training"),),
     caption=(
         "Training explores with noise and validation does not, so their levels differ."
         " Both should rise, fastest at first."
@@ -76,8 +76,8 @@ TOTAL_REWARD = CurveFigure(
 EXPLORATION = CurveFigure(
     "Exploration",
     (
-        Line("reward/group_std", BLUE, "inside a group"),
-        Line("reward/std", GREY, "over the batch"),
+        CurveStyle("reward/group_std", BLUE, "inside a group"),
+        CurveStyle("reward/std", GREY, "over the batch"),
     ),
     caption=(
         "Spread of the reward. A slow decline is learning; near 0 inside groups, nothing is left to learn from."
@@ -85,11 +85,11 @@ EXPLORATION = CurveFigure(
 )
 
 
-def score_figure(title: str, line: Line) -> CurveFigure:
-    """One of several scores."""
+def score_figure(title: str, style: CurveStyle) -> CurveFigure:
+    """The figure of one score among several."""
     return CurveFigure(
         title,
-        (line,),
+        (style,),
         caption="Mean of this score. One that falls while the total rises is being traded away.",
     )
 
@@ -98,17 +98,17 @@ def score_figure(title: str, line: Line) -> CurveFigure:
 
 MATCH = CurveFigure(
     "Match",
-    (Line("gold/match", GREEN, "training"),),
+    (CurveStyle("gold/match", GREEN, "training"),),
     caption="Share of clips that show everything their prompt names, as the oracle reads them. Higher is better.",
 )
 DISTANCE = CurveFigure(
     "Distance to the manifold",
-    (Line("gold/distance", GREEN, "training"),),
+    (CurveStyle("gold/distance", GREEN, "training"),),
     caption="RMS pixel distance to the nearest true clip. A rise means leaving the manifold.",
 )
 PROMPT_DISTANCE = CurveFigure(
     "gold/prompt_distance",
-    (Line("gold/prompt_distance", GREEN),),
+    (CurveStyle("gold/prompt_distance", GREEN),),
     caption="RMS pixel distance to the nearest clip that the prompt allows. Lower is better.",
 )
 
@@ -117,8 +117,8 @@ PROMPT_DISTANCE = CurveFigure(
 KL = CurveFigure(
     "KL",
     (
-        Line("kl/anchor", BLUE, "to the anchor"),
-        Line("kl/rollout", ORANGE, "to the rollout"),
+        CurveStyle("kl/anchor", BLUE, "to the anchor"),
+        CurveStyle("kl/rollout", ORANGE, "to the rollout"),
     ),
     caption=(
         "It should level off; with a moving anchor it is a sawtooth."
@@ -128,7 +128,7 @@ KL = CurveFigure(
 )
 KL_COEFFICIENT = CurveFigure(
     "KL coefficient",
-    (Line("kl/coef", PURPLE),),
+    (CurveStyle("kl/coef", PURPLE),),
     caption="Weight of the KL in the loss. Stuck at a limit, it no longer controls anything.",
     log_scale=True,
     smooth=False,
@@ -136,8 +136,8 @@ KL_COEFFICIENT = CurveFigure(
 CLIPPED_PAIRS = CurveFigure(
     "Clipped pairs",
     (
-        Line("policy/clip_high", BLUE, "A > 0, above"),
-        Line("policy/clip_low", ORANGE, "A < 0, below"),
+        CurveStyle("policy/clip_high", BLUE, "A > 0, above"),
+        CurveStyle("policy/clip_low", ORANGE, "A < 0, below"),
     ),
     caption=(
         "Share of pairs whose gradient the clip removes."
@@ -146,19 +146,19 @@ CLIPPED_PAIRS = CurveFigure(
 )
 GRADIENT_NORM = CurveFigure(
     "Gradient norm",
-    (Line("policy/grad_norm", BLUE),),
+    (CurveStyle("policy/grad_norm", BLUE),),
     caption="Before clipping. Steady or slowly falling is healthy; a climb asks for a lower learning rate.",
     log_scale=True,
 )
 LEARNING_RATE = CurveFigure(
     "Learning rate",
-    (Line("lr", PURPLE),),
+    (CurveStyle("lr", PURPLE),),
     caption="As the optimizer used it.",
     smooth=False,
 )
 RATIO_DEVIATION = CurveFigure(
     "Largest ratio deviation",
-    (Line("policy/ratio_max_deviation", BLUE),),
+    (CurveStyle("policy/ratio_max_deviation", BLUE),),
     caption="Largest |ratio - 1| of an iteration; exactly 0 with one update per rollout (not nft).",
     log_scale=True,
 )
@@ -173,12 +173,14 @@ COMPARED = (*REWARD, *GOLD, *UPDATES)
 
 
 def reward_panels(run: RunHistory) -> list[Panel]:
-    scores = [score_figure(name, Line(f"reward/{name}", BLUE, "training")) for name in run.scores]
+    scores = [
+        score_figure(name, CurveStyle(f"reward/{name}", BLUE, "training")) for name in run.scores
+    ]
     return drawn(curve_panel(run, figure) for figure in (*REWARD, *scores))
 
 
 def holdout_panels(run: RunHistory) -> list[Panel]:
-    scores = [score_figure(metric, Line(metric, GREEN)) for metric in sorted(run.holdouts)]
+    scores = [score_figure(metric, CurveStyle(metric, GREEN)) for metric in sorted(run.holdouts)]
     return drawn([trained_against_held_out(run), *(curve_panel(run, figure) for figure in scores)])
 
 
@@ -211,12 +213,17 @@ def drawn(panels: Iterable[Panel | None]) -> list[Panel]:
 
 def curve_panel(run: RunHistory, figure: CurveFigure) -> Panel | None:
     """The curves of one run: training, then validation, and what can be reached."""
-    curves = [Curve(run.rewards, line.metric, line.color, line.label) for line in figure.lines]
-    curves += [Curve(run.validations, line.metric, ORANGE, "validation") for line in figure.lines]
+    curves = [
+        Curve(run.iteration_lines, style.metric, style.color, style.label)
+        for style in figure.curves
+    ]
+    curves += [
+        Curve(run.validations, style.metric, ORANGE, "validation") for style in figure.curves
+    ]
     earlier = [
-        Curve(lines, line.metric, GREY, label="")
-        for line in figure.lines
-        for lines in (*run.earlier_rewards, *run.earlier_validations)
+        Curve(lines, style.metric, GREY, label="")
+        for style in figure.curves
+        for lines in (*run.earlier_iteration_lines, *run.earlier_validations)
     ]
     breaks = sorted({line["step"] for line in run.breaks})
     return labeled_panel(figure, curves, reachable(run, figure), earlier, breaks)
@@ -231,8 +238,8 @@ def reachable(run: RunHistory, figure: CurveFigure) -> dict[str, float]:
         known[f"gold/{name}"] = ("VAE alone", as_float(value, name))
 
     limits = {}
-    for line in figure.lines:
-        label, value = known.get(line.metric, ("", math.nan))
+    for style in figure.curves:
+        label, value = known.get(style.metric, ("", math.nan))
         if math.isfinite(value):
             limits[label] = value
     return limits
@@ -246,14 +253,14 @@ def validation_overlays(runs: Mapping[str, RunHistory], colors: Mapping[str, str
     by_run = {name: run.validations for name, run in runs.items()}
     panels = []
     for metric in dict.fromkeys([TOTAL_REWARD.metric, *metrics]):
-        figure = figures.get(metric) or score_figure(metric, Line(metric, BLUE))
+        figure = figures.get(metric) or score_figure(metric, CurveStyle(metric, BLUE))
         panels.append(overlay(figure, by_run, colors))
     return drawn(panels)
 
 
 def training_overlays(runs: Mapping[str, RunHistory], colors: Mapping[str, str]) -> list[Panel]:
     """The training of several runs, a panel per figure of the page of one."""
-    by_run = {name: run.rewards for name, run in runs.items()}
+    by_run = {name: run.iteration_lines for name, run in runs.items()}
     return drawn(overlay(figure, by_run, colors) for figure in COMPARED)
 
 
@@ -263,7 +270,7 @@ def overlay(
     """A figure's first metric in several runs."""
     curves = []
     for name, lines in by_run.items():
-        label = name if len(name) <= LONGEST_NAME else f"…{name[-LONGEST_NAME:]}"
+        label = name if len(name) <= MAX_NAME_LETTERS else f"…{name[-MAX_NAME_LETTERS:]}"
         curves.append(Curve(lines, figure.metric, colors[name], label))
     return labeled_panel(figure, curves, limits={})
 
@@ -310,7 +317,7 @@ def first_to_last(values: np.ndarray) -> str:
     finite = values[np.isfinite(values)]
     count = -(-len(finite) // 10)
     if is_long(finite):
-        count = max(count, 2 * LEAST_REACH)
+        count = max(count, 2 * MIN_REACH)
     first = finite[:count].mean()
     last = finite[-count:].mean()
     return f"{first:.3g} → {last:.3g}".replace("-", "−")
@@ -333,11 +340,11 @@ def trained_against_held_out(run: RunHistory) -> Panel | None:
 
 
 def gold_against_proxy(run: RunHistory) -> Panel | None:
-    if np.isfinite(column(run.train, "gold/match")).sum() < FEWEST_DOTS:
+    if np.isfinite(column(run.full_lines, "gold/match")).sum() < MIN_DOTS:
         return None
-    steps = column(run.train, "step")
-    reward = column(run.train, "reward/total")
-    gold = column(run.train, "gold/match")
+    steps = column(run.full_lines, "step")
+    reward = column(run.full_lines, "reward/total")
+    gold = column(run.full_lines, "gold/match")
     return panel(
         "Gold against proxy",
         "One dot per iteration: right and up is good. Reward up and gold down is reward hacking.",
@@ -407,7 +414,7 @@ def map_panel(
     return panel(
         title,
         caption,
-        lambda axes: draw_map(axes, run.train, values, scale(values), colors),
+        lambda axes: draw_map(axes, run.full_lines, values, scale(values), colors),
         MAP,
     )
 
@@ -419,7 +426,7 @@ def noise_level(run: RunHistory) -> Panel | None:
     return schedule_panel(
         run,
         "Noise level",
-        (Line("sigmas", BLUE),),
+        (CurveStyle("sigmas", BLUE),),
         "Sigma before each denoising step, from 1 (pure noise) to 0 (the clip).",
     )
 
@@ -428,7 +435,7 @@ def exploration_noise(run: RunHistory) -> Panel | None:
     return schedule_panel(
         run,
         "Exploration noise",
-        (Line("std", BLUE),),
+        (CurveStyle("std", BLUE),),
         "Standard deviation injected at each step; 0 is a deterministic step.",
     )
 
@@ -438,8 +445,8 @@ def equalizer(run: RunHistory) -> Panel | None:
         run,
         "Equalizer",
         (
-            Line("equalizer", BLUE, "S, factor of the loss"),
-            Line("gradient_scale", ORANGE, "N, size of the gradient"),
+            CurveStyle("equalizer", BLUE, "S, factor of the loss"),
+            CurveStyle("gradient_scale", ORANGE, "N, size of the gradient"),
         ),
         "S times N is the same at every step: all steps push equally hard.",
         log_scale=True,
@@ -447,16 +454,16 @@ def equalizer(run: RunHistory) -> Panel | None:
 
 
 def schedule_panel(
-    run: RunHistory, title: str, lines: Sequence[Line], caption: str, log_scale: bool = False
+    run: RunHistory, title: str, styles: Sequence[CurveStyle], caption: str, log_scale: bool = False
 ) -> Panel | None:
     schedule = run.head.get("schedule")
     if not schedule:
         return None
 
     def draw(axes: Axes) -> None:
-        for line in lines:
-            values = numbers(schedule.get(line.metric), line.metric)
-            axes.plot(values, "o-", ms=2.5, color=line.color, label=line.label)
+        for style in styles:
+            values = numbers(schedule.get(style.metric), style.metric)
+            axes.plot(values, "o-", ms=2.5, color=style.color, label=style.label)
         axes.set_xlabel("denoising step")
         finish(axes, log_scale)
 
@@ -480,7 +487,7 @@ def time_per_iteration(run: RunHistory) -> Panel | None:
     phases = phase_seconds(run)
     if not phases:
         return None
-    steps = column(run.all_train, "step")
+    steps = column(run.all_full_lines, "step")
     return panel(
         "Time per iteration",
         "Phases, stacked; the legend has their means. A slow climb is a leak or a busy machine.",
@@ -493,12 +500,12 @@ def phase_seconds(run: RunHistory) -> dict[str, np.ndarray]:
     """Seconds (N,) of each phase that took time; `other` is the remainder of time/total."""
     phases = {}
     for name in PHASE_COLORS:
-        seconds = np.nan_to_num(column(run.all_train, f"time/{name}"))
+        seconds = np.nan_to_num(column(run.all_full_lines, f"time/{name}"))
         if seconds.sum() > 0:
             phases[name] = seconds
     if not phases:
         return {}
-    total = np.nan_to_num(column(run.all_train, "time/total"))
+    total = np.nan_to_num(column(run.all_full_lines, "time/total"))
     rest = total - sum(phases.values())
     if rest.max() > 0:
         phases["other"] = rest.clip(min=0)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sage_grpo.config.fields import ConfigError
-from sage_grpo.escape import plain
+from sage_grpo.escape import terminal_text
 from sage_grpo.files.foreign import check_regular, replace_text
 from sage_grpo.files.json_files import printable
-from sage_grpo.intervals import FEWEST
+from sage_grpo.intervals import MIN_PAIRS
 from sage_grpo.runs.clips import Clip, pair_clips, read_validations
 from sage_grpo.runs.diagnosis import Finding, diagnose
 from sage_grpo.runs.gallery import read_gallery
@@ -43,7 +43,7 @@ from sage_grpo.tools.report.drawing import Panel
 from sage_grpo.tools.report.settings import DEFAULTS, config_of, differing, has_meaning
 from sage_grpo.tools.templating import render
 
-MOST_ROLLOUTS = 8  # iterations whose best and worst clip a page shows
+MAX_ROLLOUTS = 8  # iterations whose best and worst clip a page shows
 
 # what a report reads of a run folder
 READ = (
@@ -77,13 +77,13 @@ def print_summary(folder: Path) -> None:
     try:
         run = read_run(folder)
         for sentence in run.break_sentences:
-            print(plain(sentence))
+            print(terminal_text(sentence))
         clips = before_after(run)
         if clips:
             shown = [aligned(table.rows) for table in tables(compared(clips, total=True))]
             print("\n\n".join(shown))
         write_report(folder)
-    except Exception as error:  # the run is done, whatever is wrong with its folder
+    except Exception as error:  # a damaged folder must not fail a run that is done
         print(
             f"the run is done, but its report could not be written: {printable(error)};"
             f" `python -m sage_grpo.tools.report {folder}` makes it",
@@ -167,14 +167,14 @@ def tiles(run: RunHistory) -> list[Tile]:
     if run.has("time/total"):
         shown.append(Tile(f"{training_minutes(run):.3g} min", "in iterations"))
     if run.has("memory/peak_gb"):
-        peak = np.nanmax(column(run.all_train, "memory/peak_gb"))
+        peak = np.nanmax(column(run.all_full_lines, "memory/peak_gb"))
         shown.append(Tile(f"{peak:.3g} GB", "peak memory"))
     return shown
 
 
 def training_minutes(run: RunHistory) -> float:
-    """Logged iterations, which alone have gold, stand for the others."""
-    lines = run.all_train
+    """Minutes of training, extrapolated from logged iterations; the others compute no gold metrics."""
+    lines = run.all_full_lines
     total = np.nansum(column(lines, "time/total"))
     gold = np.nansum(column(lines, "time/gold"))
     seconds = run.iterations / len(lines) * (total - gold) + gold
@@ -226,10 +226,10 @@ def before_after(run: RunHistory) -> dict[str, list[Clip]]:
 
 
 def spread(pairs: dict[int, tuple[Clip, Clip]]) -> dict[int, tuple[Clip, Clip]]:
-    """At most MOST_ROLLOUTS of the pairs, from the first to the last: each is a video inside the page."""
+    """At most MAX_ROLLOUTS of the pairs, from the first to the last: each is a video inside the page."""
     steps = list(pairs)
-    if len(steps) > MOST_ROLLOUTS:
-        positions = np.linspace(0, len(steps) - 1, MOST_ROLLOUTS).round().astype(int)
+    if len(steps) > MAX_ROLLOUTS:
+        positions = np.linspace(0, len(steps) - 1, MAX_ROLLOUTS).round().astype(int)
         steps = [steps[position] for position in positions]
     return {step: pairs[step] for step in steps}
 
@@ -275,13 +275,13 @@ def failures(run: RunHistory) -> str:
         ("groups without spread", "reward/flat_groups"),
     ):
         if run.has(metric):
-            counts.append(f"{np.nansum(column(run.all_rewards, metric)):.0f} {name}")
+            counts.append(f"{np.nansum(column(run.all_iteration_lines, metric)):.0f} {name}")
     if run.has("policy/skipped_updates"):  # counted from the start of the run
-        skipped = np.nanmax(column(run.all_train, "policy/skipped_updates"))
+        skipped = np.nanmax(column(run.all_full_lines, "policy/skipped_updates"))
         counts.append(f"{skipped:.0f} skipped updates")
 
     text = f"Over the whole run: {', '.join(counts)}." if counts else ""
-    errors = [line["reward/error"] for line in run.all_rewards if line.get("reward/error")]
+    errors = [line["reward/error"] for line in run.all_iteration_lines if line.get("reward/error")]
     if errors:
         text += f" The first error of a reward: {errors[0]}"
     return text.strip()
@@ -300,7 +300,7 @@ def hacking_verdict(run: RunHistory) -> str:
     steps = [line["step"] for line in run.validations if line["step"] in validations]
     if not steps:
         return ""
-    if len(pair_clips(validations[steps[0]], validations[steps[-1]])) < FEWEST:
+    if len(pair_clips(validations[steps[0]], validations[steps[-1]])) < MIN_PAIRS:
         return "Too few clips for a verdict."
     return divergence(run.folder, steps[-1], steps)
 

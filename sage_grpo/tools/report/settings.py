@@ -10,7 +10,7 @@ from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.runs.history import RunHistory, text_of
 
 DEFAULTS = yaml.safe_load(Config().to_yaml())
-# beginnings of names -> the setting without which, or the value of it without which, they mean nothing
+# prefix of names -> the setting, and the value of it, without which they have no effect
 NEEDED = {
     "lora_": ("use_lora", True),
     "nft_": ("algorithm", "nft"),
@@ -30,7 +30,7 @@ def has_meaning(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def config_of(run: RunHistory) -> dict[str, Any]:
-    """The settings of a run; those that its version did not know yet are today's defaults."""
+    """The settings of a run; those unknown to its version have today's defaults."""
     file = run.folder / "config.yaml"
     text = text_of(file).strip()
     return DEFAULTS | yaml_mapping(text, str(file)) if text else {}

@@ -3,8 +3,8 @@
     python -m sage_grpo.tools.watch RUN [RUN ...] [--port N]
 
 Prints an address to open on this machine, or through a tunnel: ssh -L 8000:127.0.0.1:8000 MACHINE. The page updates by
-itself. Of logged iterations it shows the best and the worst clip of a group (--rollout_videos of post_train.py), of the
-newest validation each clip beside the base model's. It reads run folders and writes nothing; Ctrl-C ends it.
+itself. It shows the best and the worst clip of a group for logged iterations (--rollout_videos of post_train.py), and
+each clip of the newest validation beside the base model's. It reads run folders and writes nothing; Ctrl-C ends it.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ToolParser("python -m sage_grpo.tools.watch", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
     parser.add_argument(
-        "--port", type=int, metavar="N", default=8000, above=-1, help="port; 0 takes a free one"
+        "--port", type=int, metavar="N", default=8000, above=-1, help="port; 0 picks a free one"
     )
     return parser.parse_args(arguments)
 

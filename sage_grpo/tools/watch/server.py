@@ -18,7 +18,7 @@ from sage_grpo.files import foreign
 from sage_grpo.tools.local_page import LocalPage
 from sage_grpo.tools.watch.state import Watched
 
-MOST_CLIP_BYTES = 50_000_000
+MAX_CLIP_BYTES = 50_000_000
 
 
 def build_page(runs: Sequence[Path]) -> LocalPage:
@@ -34,7 +34,7 @@ def build_page(runs: Sequence[Path]) -> LocalPage:
         if path is None:
             raise HTTPException(404, "there is no such clip")
         try:
-            video = await asyncio.to_thread(foreign.read_bytes, path, MOST_CLIP_BYTES)
+            video = await asyncio.to_thread(foreign.read_bytes, path, MAX_CLIP_BYTES)
         except (OSError, foreign.Refused):
             raise HTTPException(404, "the clip is gone") from None
         return Response(video, media_type="video/mp4")

@@ -23,9 +23,9 @@ from sage_grpo.runs.history import RunHistory, as_float, column, read_run
 from sage_grpo.tools.diagnose import DIRECTIONS
 from sage_grpo.tools.report.page import READ
 
-MOST_METRICS_BYTES = 1_000_000_000
-MOST_POINTS = 400  # of a curve
-MOST_PAIRS = 12  # of rollouts, and of validation clips
+MAX_METRICS_BYTES = 1_000_000_000
+MAX_POINTS = 400  # of a curve
+MAX_PAIRS = 12  # of rollouts, and of validation clips
 WINDOW = 10  # logged iterations of a running mean
 
 # title -> metric of training lines, whose running mean has an interval
@@ -40,7 +40,12 @@ VALIDATION = {
     "reward of held-out prompts": "reward/total",
     "gold match of held-out prompts": "gold/match",
 }
-FILES = ("metrics.jsonl", "status.json", "rollouts", "validation")  # a change of these is news
+FILES = (
+    "metrics.jsonl",
+    "status.json",
+    "rollouts",
+    "validation",
+)  # files whose changes the page shows
 
 
 class Watched:
@@ -56,7 +61,7 @@ class Watched:
         return {"runs": [self.run_state(run) for run in self.runs]}
 
     def run_state(self, run: Path) -> dict[str, Any]:
-        """What is known about a run: read again if its files changed, else, or if that fails, as it was."""
+        """The state of a run: read again if its files changed; otherwise, or if reading fails, the last one."""
         stamp = _stamp(run)
         if self.stamps.get(run) == stamp and run in self.last:
             return self.last[run]
@@ -64,7 +69,7 @@ class Watched:
         known = self.last.get(run, {})
         try:
             known = self.read(run)
-        except Exception as error:  # whatever a folder of others, or a broken one, makes of itself
+        except Exception as error:  # a damaged or foreign run folder can raise anything
             problem = printable(error) or type(error).__name__
             if not run.is_dir():
                 problem = "the run folder is gone"
@@ -74,7 +79,7 @@ class Watched:
 
     def read(self, run: Path) -> dict[str, Any]:
         foreign.check_regular(run, READ)
-        with foreign.open_regular(run / "metrics.jsonl", MOST_METRICS_BYTES):
+        with foreign.open_regular(run / "metrics.jsonl", MAX_METRICS_BYTES):
             pass
         history = read_run(run)
         case = Case(history)
@@ -112,7 +117,7 @@ class Watched:
 
     def rollouts(self, run: Path) -> list[dict[str, Any]]:
         """The newest pairs of best and worst clips, newest first."""
-        pairs = sorted(read_gallery(run).items(), reverse=True)[:MOST_PAIRS]
+        pairs = sorted(read_gallery(run).items(), reverse=True)[:MAX_PAIRS]
         return [
             {
                 "step": step,
@@ -153,12 +158,12 @@ class Watched:
                         for step, clip in zip(steps, row, strict=True)
                     ],
                 }
-                for row in rows[:MOST_PAIRS]
+                for row in rows[:MAX_PAIRS]
             ],
         }
 
     def clip(self, run: Path, clip: Clip, title: str) -> dict[str, Any]:
-        """What the page knows of a clip: a number instead of its path, which changes if the file does."""
+        """A clip as the page knows it: by a number instead of its path; the number changes if the file does."""
         path = foreign.inside(run, clip.path)
         status = path.stat()
         text = f"{path}\0{status.st_mtime_ns}\0{status.st_size}"
@@ -194,10 +199,10 @@ def _without(text: str, run: Path) -> str:
 
 def training_curves(history: RunHistory) -> list[dict[str, Any]]:
     """Metrics by iteration, with a running mean and its 95 % interval."""
-    steps = column(history.rewards, "step")  # of all iterations; some have the reward alone
+    steps = column(history.iteration_lines, "step")  # of all iterations; some have the reward alone
     curves = []
     for title, metric in TRAINING.items():
-        values = column(history.rewards, metric)
+        values = column(history.iteration_lines, metric)
         known = np.isfinite(values)
         if known.sum() > 1:
             curves.append(running_curve(title, steps[known], values[known]))
@@ -206,7 +211,7 @@ def training_curves(history: RunHistory) -> list[dict[str, Any]]:
 
 def running_curve(title: str, steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     """Points, and the mean over the last WINDOW of them with its interval."""
-    positions = np.unique(np.linspace(0, len(values) - 1, MOST_POINTS).round().astype(int))
+    positions = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).round().astype(int))
     means = []
     lows = []
     highs = []
@@ -249,7 +254,7 @@ def validation_curves(history: RunHistory) -> list[dict[str, Any]]:
 
 def phases(history: RunHistory) -> list[dict[str, Any]]:
     """Seconds of each phase of an iteration, means over the last WINDOW logged ones."""
-    recent = history.train[-WINDOW:]
+    recent = history.full_lines[-WINDOW:]
     seconds: dict[str, float] = {}
     for name in _time_names(recent):
         values = column(recent, name)

@@ -31,7 +31,7 @@ RADIUS = {"small": (0.13, 0.16), "large": (0.21, 0.25)}
 TRAVEL = {"slow": (0.10, 0.16), "fast": (0.26, 0.34)}
 HEADING = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 PAD = 0.02  # keeps the object's soft edge inside the frame as well
-SMALLEST_SIDE = 12  # pixels of a frame; below that, letters and sizes are indistinguishable
+MIN_SIDE = 12  # pixels of a frame; below that, letters and sizes are indistinguishable
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "colour": tuple(PALETTE),
@@ -151,10 +151,9 @@ def unit_coordinates(
     scenes: Scenes, frames: int, height: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pixel centers relative to the object, in radii: u (B,F,1,W), v (B,F,H,1); and the radius in pixels (B,1,1,1)."""
-    if min(height, width) < SMALLEST_SIDE:
+    if min(height, width) < MIN_SIDE:
         raise ValueError(
-            f"height x width is {height}x{width}: "
-            f"shapes need at least {SMALLEST_SIDE} pixels each way"
+            f"height x width is {height}x{width}: shapes need at least {MIN_SIDE} pixels each way"
         )
     center_x, center_y = centers(scenes, frames, height, width)
     columns = torch.arange(width, device=scenes.x.device, dtype=scenes.x.dtype) + 0.5

@@ -11,7 +11,7 @@ from sage_grpo.config.yaml_files import read_yaml
 from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.pairs import Trial
-from sage_grpo.tools.prefer.study import Clip, Study
+from sage_grpo.tools.prefer.study import Study, StudyClip
 from tests.research.people.test_people import DISLIKED, LIKED
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -32,7 +32,7 @@ def write_validation(folder, clip, matches):
 
 def write_study(path, choice):
     """A study of the clips before (first) and after (second)."""
-    clips = [Clip(f"{i}.mp4", i % 2, PROMPTS[i // 2]) for i in range(16)]
+    clips = [StudyClip(f"{i}.mp4", i % 2, PROMPTS[i // 2]) for i in range(16)]
     pairs = tuple((2 * i, 2 * i + 1) for i in range(8))
     file = AnswersFile(path, Study(("before", "after"), ("vq",), tuple(clips), pairs, repeat=0.0))
     for pair in range(8):

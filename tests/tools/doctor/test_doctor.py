@@ -13,8 +13,8 @@ from sage_grpo.algo.sde import SDES, build_schedule, euler_maruyama, flow_sigmas
 from sage_grpo.config.parse import parse
 from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.tools.doctor import __main__ as doctor
-from sage_grpo.tools.doctor.machine import memory_finding
-from sage_grpo.tools.doctor.samplers import cost_finding
+from sage_grpo.tools.doctor.machine import memory_result
+from sage_grpo.tools.doctor.samplers import cost_result
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.train import build
 from sage_grpo.worlds.shapes.reward import ShapesReward
@@ -103,7 +103,8 @@ def test_all_is_well(request, fixture, reward):
     }  # fmt: skip
     batch, few_prompts = run_doctor.findings("batch")
     assert batch["numbers"] == {
-        "videos": 2, "ranks": 1, "micro_batches": 1, "clips": 2, "trained_clips": 2, "trained": 2, "pairs": 4
+        "clips_per_iteration": 2, "ranks": 1, "micro_batches_per_rank": 1, "clips_per_micro_batch": 2,
+        "trained_clips": 2, "trained_steps": 2, "pairs_per_update": 4,
     }  # fmt: skip
     assert few_prompts["mark"] == "note" and "1 prompt(s) per update" in few_prompts["text"]
     assert run_doctor.findings("ratio")[0]["numbers"]["deviation"] == 0
@@ -206,10 +207,10 @@ def test_the_update_has_as_many_clips_as_are_trained(run_doctor, algorithm):
     flags = {"algorithm": algorithm, "batch_size": 4, "num_generations": 4, "train_clips": 2}
     assert run_doctor("--skip_ab", **flags) == 0
     batch = run_doctor.findings("batch")[0]["numbers"]
-    assert (batch["videos"], batch["trained_clips"]) == (4, 2)
-    assert batch["pairs"] == 2 * batch["trained"]
+    assert (batch["clips_per_iteration"], batch["trained_clips"]) == (4, 2)
+    assert batch["pairs_per_update"] == 2 * batch["trained_steps"]
     ratio = run_doctor.findings("ratio")[0]["numbers"]
-    assert ratio == {"pairs": 2 * batch["trained"], "deviation": 0}
+    assert ratio == {"pairs": 2 * batch["trained_steps"], "deviation": 0}
 
 
 def test_a_resumed_policy_that_lags_is_no_wrong_arithmetic(run_doctor):
@@ -269,7 +270,7 @@ def test_what_is_no_error_is_noted(run_doctor):
 @pytest.mark.parametrize("cost, error, notes", [(0.5, 0.1, 0), (2.0, 0.1, 1), (2.0, 0.8, 0)])
 def test_exploration_that_costs_more_than_it_spreads_is_noted(cost, error, notes):
     row = {"vs ode": -cost, "vs ode +-": error, "spread": 1.0}
-    assert len(list(cost_finding("dance_grpo", row))) == notes
+    assert len(list(cost_result("dance_grpo", row))) == notes
 
 
 @pytest.mark.slow
@@ -581,14 +582,14 @@ def test_a_sharded_run_is_checked_as_one_of_its_ranks(request, fixture, sp_size)
     assert run_doctor("--skip_ab", "--ranks", "8", **layout) == 0
     (finding,) = run_doctor.findings("layout")
     assert finding["numbers"] == {"data": 8 // sp_size, "sequence": sp_size, "shards": 4}
-    assert run_doctor.findings("batch")[0]["numbers"]["videos"] == 16 // sp_size
+    assert run_doctor.findings("batch")[0]["numbers"]["clips_per_iteration"] == 16 // sp_size
     assert run_doctor("--skip_ab", "--ranks", "3", **layout) == 2
 
 
 def test_memory_that_a_gpu_does_not_have():
     flags = ["--pretrained_model_root", "none", "--enable_fsdp", "True", "--batch_size", "4"]
     plan = plan_of(parse(flags), 1)
-    small, large = memory_finding(plan, 80e9), memory_finding(plan, 300e9)
+    small, large = memory_result(plan, 80e9), memory_result(plan, 300e9)
     assert small.mark == "WRONG" and small.remedy == "--use_lora True"
     assert "the GPU has 80.0 GB" in small.text
     assert large.mark == "ok" and large.numbers["peak"] == small.numbers["peak"] > 80e9

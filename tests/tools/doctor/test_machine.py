@@ -40,7 +40,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture(autouse=True)
 def little(monkeypatch):
     """One block is enough to be measured."""
-    monkeypatch.setattr(machine_checks, "MOST_BYTES", machine_checks.BLOCK_BYTES)
+    monkeypatch.setattr(machine_checks, "MAX_BYTES", machine_checks.BLOCK_BYTES)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_the_write_speed_tells_how_long_a_checkpoint_takes(flags, tmp_path):
 
 def test_what_is_written_reaches_the_disk_and_ends_in_time(tmp_path, monkeypatch):
     clock, synced = iter(range(100)), []
-    monkeypatch.setattr(machine_checks, "MOST_BYTES", 1 << 40)
+    monkeypatch.setattr(machine_checks, "MAX_BYTES", 1 << 40)
     monkeypatch.setattr(machine_checks.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(os, "fsync", synced.append)
     speed = machine_checks.write_speed(tmp_path, math.inf)

@@ -5,10 +5,10 @@ from dataclasses import replace
 from sage_grpo.config.fields import Config
 from sage_grpo.models.cost import Architecture
 from sage_grpo.tools.plan.calibration import Calibration, Overhead, calibrate
-from sage_grpo.tools.plan.model import Plan, Trained
+from sage_grpo.tools.plan.model import Plan, TrainedParameters
 
 MODEL = Architecture(layers=5, heads=4, width=64, mlp_ratio=4, parameters=1600, block=240, vae=100)
-TRAINED = Trained(total=1200, matrices=1000)
+TRAINED = TrainedParameters(total=1200, matrices=1000)
 CONFIG = Config(
     enable_fsdp=True, batch_size=4, num_generations=4, num_sampling_steps=5, reward_model=("videoalign",), dtype="bf16",
     guidance_scale=6.0, timestep_shift=5.0, num_frames=9, height=32, width=48, micro_batch_size=2, report_to=("none",),

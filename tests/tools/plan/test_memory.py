@@ -14,7 +14,7 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.tools.plan.calibration import calibrate
 from sage_grpo.tools.plan.memory import (
     MOMENTS,
-    at,
+    bytes_by_moment,
     checkpoint_bytes,
     disk_bytes,
     export_bytes,
@@ -51,17 +51,17 @@ def part(name: str, config: Config = FULL, **flags: object) -> dict[str, float]:
 
 
 def test_a_part_has_a_base_and_more_at_some_moments():
-    assert at(1.0, reward=2.0) == dict.fromkeys(MOMENTS, 1.0) | {"reward": 3.0}
+    assert bytes_by_moment(1.0, reward=2.0) == dict.fromkeys(MOMENTS, 1.0) | {"reward": 3.0}
 
 
 def test_all_weights_are_fp32_and_sharded():
-    assert part("weights") == at(4 * 1600 / 4)
-    assert part("weights", dp_replicate=2) == at(4 * 1600 / 2)
+    assert part("weights") == bytes_by_moment(4 * 1600 / 4)
+    assert part("weights", dp_replicate=2) == bytes_by_moment(4 * 1600 / 2)
 
 
 def test_adapters_beside_a_bf16_model():
-    assert part("weights", LORA) == at(2 * 1600 / 4 + 4 * TRAINED_HERE)
-    swapped = at(4 * TRAINED_HERE, anchor=4 * TRAINED_HERE)
+    assert part("weights", LORA) == bytes_by_moment(2 * 1600 / 4 + 4 * TRAINED_HERE)
+    swapped = bytes_by_moment(4 * TRAINED_HERE, anchor=4 * TRAINED_HERE)
     assert part("anchor", LORA) == swapped
     assert part("anchor", LORA, reference_mode_offload=True) == swapped
 
@@ -70,45 +70,51 @@ def test_averages_and_an_old_policy():
     """While averaged weights are validated, or nft's old policy samples, the trained one is kept beside them."""
     copy = 4 * TRAINED_HERE
     validated = {"validation": copy, "validation_decode": copy}
-    assert part("EMA") == at(copy, **validated)
-    assert part("EMA", algorithm="nft") == at(2 * copy, rollout=copy, **validated)
-    assert part("EMA", algorithm="nft", ema_decay=0.0) == at(copy, rollout=copy)
+    assert part("EMA") == bytes_by_moment(copy, **validated)
+    assert part("EMA", algorithm="nft") == bytes_by_moment(2 * copy, rollout=copy, **validated)
+    assert part("EMA", algorithm="nft", ema_decay=0.0) == bytes_by_moment(copy, rollout=copy)
     in_bf16 = part("EMA", master_weight_type="bf16")
-    assert in_bf16 == at(copy, validation=copy / 2, validation_decode=copy / 2)
+    assert in_bf16 == bytes_by_moment(copy, validation=copy / 2, validation_decode=copy / 2)
 
 
 def test_moments_of_the_optimizer():
-    assert part("optimizer") == at(4 * 2 * TRAINED_HERE, step=4 * TRAINED_HERE)
+    assert part("optimizer") == bytes_by_moment(4 * 2 * TRAINED_HERE, step=4 * TRAINED_HERE)
     matrices, others = 1000 / 4, 200 / 4
-    assert part("optimizer", optimizer="muon") == at(4 * (matrices + 2 * others), step=4 * others)
+    assert part("optimizer", optimizer="muon") == bytes_by_moment(
+        4 * (matrices + 2 * others), step=4 * others
+    )
 
 
 def test_anchor_is_bf16_and_keeps_the_policy_meanwhile():
-    assert part("anchor") == at(2 * TRAINED_HERE, anchor=4 * TRAINED_HERE)
-    assert part("anchor", reference_mode_offload=True) == at(0)
-    assert part("anchor", **NO_ANCHOR) == at(0)
+    assert part("anchor") == bytes_by_moment(2 * TRAINED_HERE, anchor=4 * TRAINED_HERE)
+    assert part("anchor", reference_mode_offload=True) == bytes_by_moment(0)
+    assert part("anchor", **NO_ANCHOR) == bytes_by_moment(0)
 
 
 def test_gathered_weights():
     two_blocks = 2 * (1600 - 3 * 240)  # and what is in no block
     everything = 2 * 1600
-    assert part("gathered weights") == at(
+    assert part("gathered weights") == bytes_by_moment(
         0, rollout=two_blocks, anchor=two_blocks, validation=two_blocks, update=two_blocks
     )
-    assert part("gathered weights", gather_for_rollout=True) == at(
+    assert part("gathered weights", gather_for_rollout=True) == bytes_by_moment(
         0, rollout=everything, anchor=everything, validation=everything, update=two_blocks
     )
-    assert part("gathered weights", **REPLICATED) == at(0)
+    assert part("gathered weights", **REPLICATED) == bytes_by_moment(0)
 
 
 def test_gradients():
     here = 4 * TRAINED_HERE
     two_blocks = 4 * 1200 * 2 / 5
     everything = 4 * 1200
-    assert part("gradients") == at(0, update=here + two_blocks, step=here)
-    assert part("gradients", reduce_once=True) == at(0, update=here + everything, step=here)
-    assert part("gradients", gradient_accumulation_steps=2) == at(here, update=two_blocks)
-    assert part("gradients", **REPLICATED) == at(0, update=2 * 1200, step=2 * 2 * 1200)
+    assert part("gradients") == bytes_by_moment(0, update=here + two_blocks, step=here)
+    assert part("gradients", reduce_once=True) == bytes_by_moment(
+        0, update=here + everything, step=here
+    )
+    assert part("gradients", gradient_accumulation_steps=2) == bytes_by_moment(
+        here, update=two_blocks
+    )
+    assert part("gradients", **REPLICATED) == bytes_by_moment(0, update=2 * 1200, step=2 * 2 * 1200)
 
 
 def test_activations():
@@ -148,19 +154,21 @@ def test_a_validation_clip_has_its_own_size():
 def test_trajectories():
     latents = 18 * 32 * 4 * 2  # bytes of two clips
     states, velocities = 3 + 2, 3  # the final latents are a state, too
-    assert part("trajectories") == at((states + 2 * velocities) * latents)
-    assert part("trajectories", **NO_ANCHOR) == at((states + velocities) * latents)
-    assert part("trajectories", sde_window="random_iteration:1") == at((3 + 1 + 1) * latents)
+    assert part("trajectories") == bytes_by_moment((states + 2 * velocities) * latents)
+    assert part("trajectories", **NO_ANCHOR) == bytes_by_moment((states + velocities) * latents)
+    assert part("trajectories", sde_window="random_iteration:1") == bytes_by_moment(
+        (3 + 1 + 1) * latents
+    )
     # states, targets and two velocities at two of three trained levels, and the final latents
     matched = part("trajectories", algorithm="awm", timestep_fraction=0.7)
-    assert matched == at((4 * 2 + 1) * latents)
+    assert matched == bytes_by_moment((4 * 2 + 1) * latents)
 
 
 def test_trajectories_of_clips_that_are_not_trained_end_with_the_reward():
     groups = {"batch_size": 4, "num_generations": 4, "train_clips": 2, "algorithm": "awm"}
     latents = 18 * 32 * 4 * 4  # bytes of four clips
     trained = (4 * 3 + 1) * latents / 2
-    assert part("trajectories", **groups) == at(
+    assert part("trajectories", **groups) == bytes_by_moment(
         0, rollout=latents, decode=latents, reward=latents, anchor=latents + trained, update=trained
     )
 
@@ -168,17 +176,19 @@ def test_trajectories_of_clips_that_are_not_trained_end_with_the_reward():
 def test_the_vae_decodes_in_tiles_if_its_memory_exceeds_the_limit():
     weights = 2 * 100
     untiled = 18 * UNTILED.eager
-    in_tiles = at(weights, decode=TILED * 9, validation_decode=TILED * 9)
+    in_tiles = bytes_by_moment(weights, decode=TILED * 9, validation_decode=TILED * 9)
     assert part("VAE") == in_tiles
-    whole = at(weights, decode=untiled, validation_decode=untiled)
+    whole = bytes_by_moment(weights, decode=untiled, validation_decode=untiled)
     assert part("VAE", decode_gb=untiled / 1e9) == whole
     assert part("VAE", decode_gb=0.03) == in_tiles
 
 
 def test_rewards():
     videoalign = calibrate().rewards["videoalign"]
-    assert part("reward") == at(videoalign.weight_bytes, reward=videoalign.forward_bytes)
-    assert part("reward", reward_model=("shapes",)) == at(0)
+    assert part("reward") == bytes_by_moment(
+        videoalign.weight_bytes, reward=videoalign.forward_bytes
+    )
+    assert part("reward", reward_model=("shapes",)) == bytes_by_moment(0)
 
 
 def test_peak_is_the_fullest_moment_and_needs_a_reserve():
@@ -278,11 +288,11 @@ def test_of_two_transformers_one_is_on_the_gpu_unless_they_are_sharded():
 
     turns = plan(LORA, enable_fsdp=False)
     in_blocks = 5 * 240
-    assert memory(turns)["weights"] == at(2 * (2 * 1600 - in_blocks) + 4 * 1200)
+    assert memory(turns)["weights"] == bytes_by_moment(2 * (2 * 1600 - in_blocks) + 4 * 1200)
     assert host_bytes(turns) - snapshot_bytes(turns) == 4 * 2 * 2 * in_blocks
 
     sharded = plan(LORA, **ordered)
-    assert memory(sharded)["weights"] == at(2 * 2 * 1600 / 4 + 4 * TRAINED_HERE)
+    assert memory(sharded)["weights"] == bytes_by_moment(2 * 2 * 1600 / 4 + 4 * TRAINED_HERE)
     outside = 1600 - in_blocks
     assert memory(sharded)["gathered weights"]["update"] == 2 * (2 * outside + 2 * 240)
     assert host_bytes(sharded) == snapshot_bytes(sharded)

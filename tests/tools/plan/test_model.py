@@ -9,7 +9,7 @@ from tests.tools.plan.imaginary import imaginary_plan
 
 def test_layout_and_micro_batches():
     plan = imaginary_plan(gpus=8, sp_size=2, dp_replicate=2)
-    assert (plan.latents, plan.tokens) == (18, 20)
+    assert (plan.latent_positions, plan.tokens) == (18, 20)
     assert (plan.clips, plan.shards, plan.micro_batches) == (16, 4, 2)
     assert imaginary_plan(micro_batch_size=None).micro_batch_size == 4
 

@@ -6,7 +6,7 @@ from sage_grpo.config.parse import parse
 from sage_grpo.models.cost import BACKWARD_OF_ATTENTION, Architecture
 from sage_grpo.tools.plan.calibration import calibrate
 from sage_grpo.tools.plan.memory import memory, peak
-from sage_grpo.tools.plan.model import Plan, Trained
+from sage_grpo.tools.plan.model import Plan, TrainedParameters
 from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import backward_time, forward_time, times, validation_time
 from tests.tools.plan.full_size import LORA, ROOT, full_size_plan
@@ -145,7 +145,7 @@ def test_decoding_is_counted_by_pixels(monkeypatch):
         plan_of(parse(["--config", f"configs/{name}_1gpu_24gb_lora.yaml", *size]), 1)
         for name in ("wan21", "wan22_5b")
     ]
-    assert plans[0].latents == 4 * plans[1].latents
+    assert plans[0].latent_positions == 4 * plans[1].latent_positions
     assert plans[0].decode_seconds == pytest.approx(plans[1].decode_seconds)
 
 
@@ -165,7 +165,7 @@ def test_sizes_come_from_the_model_folder():
         parse(["--pretrained_model_root", folder, "--dtype", "fp32", "--batch_size", "4"]), 1
     )
     assert plan.config.reward_model == ("videoalign",) and plan.config.num_frames == 9
-    assert plan.latents == 3 * 6 * 6
+    assert plan.latent_positions == 3 * 6 * 6
     assert plan.model.parameters == pytest.approx(plan.trained.total, rel=0.3)
     assert plan.model.layers < 54
 
@@ -174,8 +174,8 @@ def test_full_size_counts():
     full = full_size_plan("--enable_fsdp True --batch_size 4")
     lora = full_size_plan("--enable_fsdp True --batch_size 4 --use_lora True")
     assert full.model == lora.model and full.model.parameters == 8_326_608_160
-    assert full.trained == Trained(total=8_280_954_656, matrices=8_111_783_936)
+    assert full.trained == TrainedParameters(total=8_280_954_656, matrices=8_111_783_936)
     adapter = 32 * 2 * 2048  # of one layer, with rank 32
     unused = 2  # layers of the last block, which lead nowhere
     total = (54 * 8 - unused) * adapter
-    assert lora.trained == Trained(total=total, matrices=total)
+    assert lora.trained == TrainedParameters(total=total, matrices=total)

@@ -16,7 +16,7 @@ from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.blinding import strip
 from sage_grpo.tools.prefer.pairs import candidates, trials
 from sage_grpo.tools.prefer.server import Labeling, addresses
-from sage_grpo.tools.prefer.study import Clip, Study, clips_folder
+from sage_grpo.tools.prefer.study import Study, StudyClip, clips_folder
 from sage_grpo.worlds.shapes.world import ShapesWorld
 
 PROMPTS = ("a red circle moving left", "a green square moving right", "a blue triangle moving up")
@@ -52,7 +52,7 @@ def new_study(path: Path, questions=("overall",), prompts=PROMPTS, repeat=0.0) -
             name = f"{(7 * len(clips)) % (2 * len(prompts)):02d}-{len(clips)}.mp4"
             (clips_folder(path) / name).write_bytes(blinded(system, number)[1])
             scores = {"VQ": float(system), "TA": float(number)}
-            clips.append(Clip(name, system, prompt, seed=number, scores=scores))
+            clips.append(StudyClip(name, system, prompt, seed=number, scores=scores))
     pairs = tuple(candidates(clips))
     return AnswersFile(path, Study(SYSTEMS, tuple(questions), tuple(clips), pairs, repeat))
 

@@ -11,9 +11,18 @@ import pytest
 from sage_grpo.tools.prefer import answers as answers_module
 from sage_grpo.tools.prefer.answers import Answer, AnswersFile, read_answers
 from sage_grpo.tools.prefer.pairs import Trial
-from sage_grpo.tools.prefer.study import Clip, Study, StudyError, clip_path, from_record, to_record
+from sage_grpo.tools.prefer.study import (
+    Study,
+    StudyClip,
+    StudyError,
+    clip_path,
+    from_record,
+    to_record,
+)
 
-CLIPS = tuple(Clip(f"{i}.mp4", i % 2, f"prompt {i // 2}", scores={"VQ": 0.5}) for i in range(4))
+CLIPS = tuple(
+    StudyClip(f"{i}.mp4", i % 2, f"prompt {i // 2}", scores={"VQ": 0.5}) for i in range(4)
+)
 STUDY = Study(("a", "b"), ("overall",), CLIPS, ((0, 1), (2, 3)), repeat=0.5, seed=3, ordered=True)
 TRIAL = Trial(1, swapped=True)
 
@@ -161,4 +170,4 @@ def test_a_damaged_study_is_rejected(change):
 @pytest.mark.parametrize("name", ["../a.mp4", "/a.mp4", "a/b.mp4", "..", "", "prefs.jsonl"])
 def test_a_clip_lies_in_the_studys_folder(path, name):
     with pytest.raises(ValueError, match=r"does not lie beside it|not an mp4"):
-        clip_path(path, Clip(name, 0, "p"))
+        clip_path(path, StudyClip(name, 0, "p"))

@@ -3,7 +3,7 @@
 import pytest
 
 from sage_grpo.runs.media import read_mp4, write_mp4
-from sage_grpo.tools.prefer.blinding import SMALLEST_BOX, blind_copies, equal_size, padded
+from sage_grpo.tools.prefer.blinding import MIN_BOX, blind_copies, equal_size, padded
 from tests.tools.prefer.studies import draw_clip
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -41,7 +41,7 @@ def test_padding_changes_the_size_alone(sources, tmp_path):
     (tmp_path / "padded.mp4").write_bytes(first)
     assert read_mp4(tmp_path / "padded.mp4")[0].equal(read_mp4(tmp_path / names[0])[0])
     with pytest.raises(ValueError, match="too few"):
-        padded(files[0], len(files[0]) + SMALLEST_BOX - 1)
+        padded(files[0], len(files[0]) + MIN_BOX - 1)
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"#EXTM3U\nfile:///etc/passwd\n"])

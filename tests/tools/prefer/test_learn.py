@@ -25,7 +25,7 @@ from sage_grpo.tools.prefer.heads import (
 )
 from sage_grpo.tools.prefer.learn import calibration, judged
 from sage_grpo.tools.prefer.pairs import Trial
-from sage_grpo.tools.prefer.study import Clip, Study, clips_folder
+from sage_grpo.tools.prefer.study import Study, StudyClip, clips_folder
 from sage_grpo.tools.prefer.study_clips import StudyClips
 from sage_grpo.worlds.shapes.world import ShapesWorld
 
@@ -140,7 +140,7 @@ def write_study(path, clips, likes_what_the_base_likes, prompts=24):
         name = f"{number}.mp4"
         (clips_folder(path) / name).write_bytes(encoded(number))
         prompt = f"a red circle moving left at speed {number // 2}"
-        listed.append(Clip(name, 0, prompt, height=SIDE, width=SIDE))
+        listed.append(StudyClip(name, 0, prompt, height=SIDE, width=SIDE))
     pairs = tuple((2 * i, 2 * i + 1) for i in range(prompts))
     file = AnswersFile(path, Study(("base",), ("vq",), tuple(listed), pairs, repeat=0.0))
     for pair, (first, second) in enumerate(pairs):
@@ -262,7 +262,7 @@ def test_too_little_to_learn_from_is_refused(clips, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["learn", str(answers), "--base", str(BASE), "--output", str(tmp_path / "reward")])
     assert stop.value.code == 2
-    assert "learning takes at least 10" in capsys.readouterr().err
+    assert "learning needs at least 10" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layout", ["VideoReward", "VideoReward_split"])

@@ -9,7 +9,7 @@ from sage_grpo.rewards.videoalign import training
 from sage_grpo.rewards.videoalign.reward import VideoAlign
 from sage_grpo.tools.prefer.heads import Comparisons, full_head, raw_scores
 from sage_grpo.tools.prefer.lora import PATIENCE, AdapterFit, EarlyStop, LoraLearner, Recipe
-from sage_grpo.tools.prefer.study import Clip, Study
+from sage_grpo.tools.prefer.study import Study, StudyClip
 from sage_grpo.tools.prefer.study_clips import StudyClips, write_at_once
 
 BASE = Path(__file__).parents[3] / "assets" / "tiny" / "VideoReward"
@@ -22,7 +22,7 @@ RECIPE = Recipe(rank=4, epochs=3, lr=3e-3, batch=4, seed=5)
 def clips(tmp_path):
     """Clips of different brightness in the store of a study."""
     reward = VideoAlign(BASE)
-    listed = tuple(Clip(f"{i}.mp4", 0, f"a red circle {i % 6}") for i in range(NUM_CLIPS))
+    listed = tuple(StudyClip(f"{i}.mp4", 0, f"a red circle {i % 6}") for i in range(NUM_CLIPS))
     study = Study(("base",), ("vq",), listed, ((0, 1),))
     clips = StudyClips(reward, study, tmp_path / "prefs.jsonl", tmp_path, "key")
     generator = torch.Generator().manual_seed(0)

@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 
 from sage_grpo.tools.prefer.pairs import APART, Trial, candidates, draw, least_certain, trials
-from sage_grpo.tools.prefer.study import Clip, Study, StudyError
+from sage_grpo.tools.prefer.study import Study, StudyClip, StudyError
 
 
 def clips(systems, prompts, numbers=1):
     return [
-        Clip(
+        StudyClip(
             "",
             system,
             f"prompt {prompt}",
@@ -49,7 +49,7 @@ def test_one_system_is_compared_with_itself_within_a_prompt():
     assert all(one[a].prompt == one[b].prompt for a, b in pairs)
 
 
-@pytest.mark.parametrize("few", [clips(1, 3), [Clip("", 0, "a"), Clip("", 1, "b")]])
+@pytest.mark.parametrize("few", [clips(1, 3), [StudyClip("", 0, "a"), StudyClip("", 1, "b")]])
 def test_clips_without_a_counterpart_are_pointed_out(few):
     with pytest.raises(StudyError, match="nothing can be compared"):
         candidates(few)

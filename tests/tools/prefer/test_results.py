@@ -11,7 +11,7 @@ from sage_grpo.runs.preferences import read_preferences
 from sage_grpo.tools.prefer.__main__ import main
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.results import disputed, summarize
-from sage_grpo.tools.prefer.study import Clip, Study
+from sage_grpo.tools.prefer.study import Study, StudyClip
 from sage_grpo.tools.report.page import preference_rows
 from tests.tools.prefer.studies import PREFERS, SYSTEMS, answer_all, new_study
 
@@ -19,7 +19,7 @@ from tests.tools.prefer.studies import PREFERS, SYSTEMS, answer_all, new_study
 def abstract_study(prompts=40, **changes):
     """Two systems; VQ prefers the second, TA neither."""
     clips = [
-        Clip(
+        StudyClip(
             f"{system}{i}.mp4",
             system,
             f"prompt {i}",

@@ -9,7 +9,7 @@ import pytest
 from sage_grpo.tools.gate import HEADERS
 from sage_grpo.tools.prefer.answers import read_answers
 from sage_grpo.tools.prefer.pairs import trials
-from sage_grpo.tools.prefer.server import MOST_BYTES
+from sage_grpo.tools.prefer.server import MAX_BYTES
 from sage_grpo.tools.prefer.study import StudyError
 from tests.tools.prefer.studies import PROMPTS, SYSTEMS, Browser, blinded, new_study, serving
 
@@ -161,7 +161,7 @@ def test_answers_have_a_limited_size_and_one_form(answers, ann):
     ]
     for body in bad:
         assert ann.post("/answer", body).status_code == 400, body
-    padded = form | {"more": "x" * MOST_BYTES}
+    padded = form | {"more": "x" * MAX_BYTES}
     assert ann.post("/answer", padded).status_code == 413
     assert ann.http.post("/answer", content=json.dumps(form)).status_code == 415
     json_header = {"Content-Type": "application/json"}

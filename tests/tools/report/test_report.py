@@ -245,8 +245,8 @@ def test_the_rewards_of_all_iterations_are_drawn_and_counted(tmp_path):
     ]
     write_lines(tmp_path, lines)
     run = read_run(tmp_path)
-    assert [line["step"] for line in run.rewards] == list(range(1, 26))
-    assert [line["step"] for line in run.train] == [10, 20]
+    assert [line["step"] for line in run.iteration_lines] == list(range(1, 26))
+    assert [line["step"] for line in run.full_lines] == [10, 20]
     assert run.iterations == 25
     text = page(run)
     assert "Over the whole run: 25 failed rewards." in text
@@ -484,5 +484,5 @@ def test_only_logged_iterations_wait_for_the_oracle(copy):
     """Ten iterations per line, each of 60 s and 30 s more for the oracle if it is logged."""
     run = read_run(copy)
     lines = [{"step": step, "time/total": 90.0, "time/gold": 30.0} for step in (10, 20)]
-    shortened = dataclasses.replace(run, train=lines, unlogged=[])
+    shortened = dataclasses.replace(run, full_lines=lines, reward_only_lines=[])
     assert tile("21 min", "in iterations") in page(shortened)

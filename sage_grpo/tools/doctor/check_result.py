@@ -13,19 +13,19 @@ NOTE = "note"
 WRONG = "WRONG"
 
 LINE_WIDTH = 120
-TEXT_COLUMN = 18  # where the text of a finding begins, and where its table is indented to
+TEXT_COLUMN = 18  # where the text of a result begins, and where its table is indented to
 
 Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the doctor's report; `numbers` are what doctor.json keeps of the measurement."""
 
     check: str
     mark: str
     text: str
-    remedy: str = ""  # of a finding that is WRONG
+    remedy: str = ""  # of a result that is WRONG
     table: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
@@ -47,13 +47,15 @@ class Finding:
         return "\n".join(lines)
 
 
-def ok(check: str, text: str, table: str = "", numbers: Mapping[str, Any] | None = None) -> Finding:
-    return Finding(check, OK, text, table=table, numbers=numbers or {})
+def ok(
+    check: str, text: str, table: str = "", numbers: Mapping[str, Any] | None = None
+) -> CheckResult:
+    return CheckResult(check, OK, text, table=table, numbers=numbers or {})
 
 
-def note(check: str, text: str, numbers: Mapping[str, Any] | None = None) -> Finding:
-    """Something that runs, but may not be what was meant."""
-    return Finding(check, NOTE, text, numbers=numbers or {})
+def note(check: str, text: str, numbers: Mapping[str, Any] | None = None) -> CheckResult:
+    """Something that runs, but may not be what the user intended."""
+    return CheckResult(check, NOTE, text, numbers=numbers or {})
 
 
 def wrong(
@@ -62,26 +64,26 @@ def wrong(
     remedy: str = "",
     table: str = "",
     numbers: Mapping[str, Any] | None = None,
-) -> Finding:
-    return Finding(check, WRONG, text, remedy, table, numbers or {})
+) -> CheckResult:
+    return CheckResult(check, WRONG, text, remedy, table, numbers or {})
 
 
 def indented(table: str) -> str:
-    """A table below the text of a finding."""
+    """A table below the text of a result."""
     return textwrap.indent(table, " " * TEXT_COLUMN)
 
 
 def run_check(
-    name: str, check: Callable[[Subject], Iterator[Finding]], subject: Subject
-) -> Iterator[Finding]:
-    """The findings of a check; one that raises an error is WRONG, too."""
+    name: str, check: Callable[[Subject], Iterator[CheckResult]], subject: Subject
+) -> Iterator[CheckResult]:
+    """The results of a check; one that raises an error is WRONG, too."""
     try:
         yield from check(subject)
     except (ValueError, OSError, RuntimeError) as error:
         yield interrupted(name, error)
 
 
-def interrupted(check: str, error: Exception) -> Finding:
+def interrupted(check: str, error: Exception) -> CheckResult:
     """A check that ended with an error."""
     kind = type(error).__name__
     first_line = str(error).partition("\n")[0]
