@@ -28,6 +28,19 @@ class Advantages:
         return replace(self, values=self.values[rows], trained=self.trained[rows])
 
 
+def centered(advantages: Advantages, group_size: int) -> Advantages:
+    """Subtract from each advantage the mean of its group of `group_size`; those without an advantage stay 0.
+
+    For the best and the worst of a larger group, whose advantages need not add up to 0. What all clips pull at, such as
+    the guidance that they were sampled with, then cancels as it does in a full group.
+    """
+    values = advantages.values.view(-1, group_size)
+    trained = advantages.trained.view(-1, group_size)
+    means = values.sum(dim=1, keepdim=True) / trained.sum(dim=1, keepdim=True).clamp(min=1)
+    values = torch.where(trained, values - means, 0.0)
+    return replace(advantages, values=values.flatten())
+
+
 def group_advantages(
     rewards: Tensor,
     groups: Tensor,

@@ -130,6 +130,10 @@ class OptimizationFlags:
         maximum=MAX_CLIPS,
         default_text="all",
     )
+    center_trained: bool = flag(
+        False,
+        "with train_clips: subtract the mean advantage of a group's trained clips, so that they add up to 0",
+    )
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", minimum=1)
     updates_per_rollout: int = flag(1, "optimizer steps per rollout batch", minimum=1)
     gpus: int | None = flag(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_grpo.algo.grpo import Advantages, group_advantages, score_advantages
+from sage_grpo.algo.grpo import Advantages, centered, group_advantages, score_advantages
 from sage_grpo.algo.sde import Schedule
 from sage_grpo.algo.selection import extreme_rows
 from sage_grpo.config.fields import Config
@@ -417,7 +417,10 @@ class Trainer:
         )
         if len(rows) < len(advantages.values):
             batch = self.regroup(batch, rows)
-        return self.prepare_for_training(batch), advantages.at(rows)
+        trained_advantages = advantages.at(rows)
+        if c.center_trained:
+            trained_advantages = centered(trained_advantages, c.group_trained)
+        return self.prepare_for_training(batch), trained_advantages
 
     def regroup(self, batch: Sequence[Trajectory], rows: Tensor) -> list[Trajectory]:
         """New trajectories of the clips in these `rows` of the full batch; each rank gets an equal number of rows.

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from sage_grpo.algo.grpo import (
+    Advantages,
+    centered,
     group_advantages,
     normalized_log_ratio,
     objective,
@@ -192,6 +194,15 @@ def test_a_rollout_without_advantage_cannot_poison_the_loss(broken):
     loss = policy_loss(log_ratio, torch.tensor([1.0, 0.0]))
     loss.sum().backward()
     assert loss.tolist() == [-1.0, 0.0] and log_ratio.grad.tolist() == [-1.0, 0.0]
+
+
+def test_centered_advantages_of_each_group_add_up_to_0():
+    """Groups of three: a skewed one, one in which a reward has failed, one without advantages."""
+    values = torch.tensor([2.0, -0.5, -0.6, 1.0, 0.0, -3.0, 0.0, 0.0, 0.0])
+    trained = torch.tensor([1, 1, 1, 1, 0, 1, 0, 0, 0], dtype=torch.bool)
+    some = Advantages(values, trained, failed=1, starved_groups=0, flat_groups=1)
+    expected = torch.tensor([1.7, -0.8, -0.9, 2.0, 0.0, -2.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(centered(some, group_size=3).values, expected)
 
 
 def test_on_policy_gradient_is_the_policy_gradient():

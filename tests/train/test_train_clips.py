@@ -67,6 +67,15 @@ def test_gradients_are_those_of_the_extremes_alone(make, name, micro_batch_size)
         torch.testing.assert_close(found[parameter], 2 * value, rtol=2e-3, atol=1e-6)
 
 
+def test_centered_advantages_pull_equally_to_both_sides(make):
+    trainer = make(**GROUPS, **ALGORITHMS["nft"], train_clips=2, center_trained=True)
+    advantages = known_advantages(trainer)
+    chosen = advantages.values[EXTREMES].view(2, 2)
+    _, trained = trainer.select(trainer.roll_out(), advantages)
+    half = (chosen[:, 0] - chosen[:, 1]) / 2
+    torch.testing.assert_close(trained.values.view(2, 2), torch.stack([half, -half], 1))
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_others_cost_nothing_after_the_reward(make, name):
     """Clips that pass through the model in the rollout, and after the reward."""
