@@ -14,7 +14,7 @@ source scripts/post_train/settings.sh
 
 newest_checkpoint() {
     local newest folder=$OUTPUT_DIR/checkpoints
-    newest=$(find "$folder" -maxdepth 1 -regex '.*/step-[0-9]+' 2>/dev/null | sort -V | tail -n 1) || true
+    newest=$(find "$folder" -maxdepth 1 -type d -regex '.*/step-[0-9]+' 2>/dev/null | sort -V | tail -n 1) || true
     [[ -n $newest ]] || fail "$folder holds no checkpoint; set CHECKPOINT, or OUTPUT_DIR to a run"
     echo "$newest"
 }
@@ -26,6 +26,7 @@ whole NUM_GPUS
 ask output_dir -- --config "${CONFIG:-configs/hunyuan15_8gpu.yaml}" ${OUTPUT_DIR:+--output_dir "$OUTPUT_DIR"}
 OUTPUT_DIR=${answers[0]}
 run=(--pretrained_model_root ckpts)
+[[ ! -L $OUTPUT_DIR/config.yaml ]] || fail "$OUTPUT_DIR/config.yaml is a link, which is not followed"
 if [[ -f $OUTPUT_DIR/config.yaml ]]; then run=(--config "$OUTPUT_DIR/config.yaml"); fi
 ask pretrained_model_root pretrained_transformer_version -- "${run[@]}" \
     ${MODEL_ROOT:+--pretrained_model_root "$MODEL_ROOT"}

@@ -12,6 +12,7 @@ import numpy as np
 from sage_grpo.config.fields import FIELDS, Config
 from sage_grpo.config.parse import from_values
 from sage_grpo.config.yaml_files import yaml_mapping
+from sage_grpo.files.foreign import check_regular
 from sage_grpo.files.json_files import read_object
 from sage_grpo.intervals import Interval, interval, student_95
 from sage_grpo.runs.clips import Clip, Pair, pair_clips, read_validations
@@ -128,6 +129,7 @@ class Case:
     @cached_property
     def validation_clips(self) -> dict[int, list[Clip]]:
         """By iteration, for the validations that kept their clips."""
+        check_regular(self.run.folder, ("validation",))
         validations = read_validations(self.run.folder)
         steps = [line["step"] for line in self.run.validations]
         return {step: validations[step] for step in steps if step in validations}

@@ -31,7 +31,7 @@ from sage_grpo.runs.hacking import divergence
 from sage_grpo.runs.history import break_sentence, read_run, yardstick_changes
 from sage_grpo.runs.lock import WAIT, Lock
 from sage_grpo.runs.page_process import PageProcess
-from sage_grpo.runs.tracker import Tracker
+from sage_grpo.runs.tracker import Tracker, check_login
 
 WRITTEN_FIRST = ("config.yaml", "command.txt")
 CONTENTS = (
@@ -83,6 +83,7 @@ class RunFolder:
         patient = self.config.resume_from_checkpoint in ("auto", "last_good")
         wait = min(WAIT, self.config.start_timeout / 2)
         try:
+            check_login(self.config.report_to)
             names = self._check()
             # the launcher writes logs before the run begins
             others = {name for name in names if not name.startswith(("lock", "logs"))}

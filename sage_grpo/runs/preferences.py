@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sage_grpo.files.foreign import check_regular
 from sage_grpo.files.json_files import read_object
 from sage_grpo.runs.history import RunError, as_float
 
@@ -36,6 +37,7 @@ class Preference:
 
 def read_preferences(run: Path) -> list[Preference]:
     """The comparisons of a run's study; empty if there is none."""
+    check_regular(run, (NAME,))
     path = run / NAME
     if not path.is_file():
         return []

@@ -1,4 +1,7 @@
-"""Writes metrics to RUN/metrics.jsonl, TensorBoard and wandb. A full disk never stops a run."""
+"""Writes metrics to RUN/metrics.jsonl, TensorBoard and wandb.
+
+Neither a full disk nor a tracker stops a run: one that fails is left out from then on.
+"""
 
 import json
 import os
@@ -11,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from sage_grpo.config.fields import ConfigError
 from sage_grpo.files.foreign import read_bytes
-from sage_grpo.files.json_files import finite
+from sage_grpo.files.json_files import finite, printable
 
 MAX_ID = 100  # bytes of wandb_id
 
@@ -35,7 +39,7 @@ class Tracker:
 
         self.wandb: Any = None
         if "wandb" in report_to:
-            self.wandb = _open_wandb(folder, config)
+            self.wandb = _open_wandb(folder, config, is_resumed=step > 0)
 
     def write(self, kind: str, step: int, record: Mapping[str, Any]) -> None:
         """Write one line, with non-finite numbers as null; scalars also go to the trackers."""
@@ -57,22 +61,23 @@ class Tracker:
                 board.add_scalar(name, value, step)
 
         self._to_board(add_scalars)
-        if self.wandb:
-            self.wandb.log(scalars, step=step)
+        self._to_wandb(lambda run: run.log(scalars, step=step))
 
     def show(self, name: str, image: np.ndarray, step: int) -> None:
         """Send an image (H, W, 3) uint8 to the trackers."""
         self._to_board(lambda board: board.add_image(name, image, step, dataformats="HWC"))
-        if self.wandb:
+
+        def add_image(run: Any) -> None:
             import wandb
 
-            self.wandb.log({name: wandb.Image(image)}, step=step)
+            run.log({name: wandb.Image(image)}, step=step)
+
+        self._to_wandb(add_image)
 
     def close(self) -> None:
         if self.board:
             self._to_board(lambda board: board.close())
-        if self.wandb:
-            self.wandb.finish()
+        self._to_wandb(lambda run: run.finish())
 
     def _append(self) -> None:
         """Write the buffered lines; on a full disk they stay in the buffer, and the file stays as it was."""
@@ -91,33 +96,74 @@ class Tracker:
         """Write to TensorBoard unless lines are buffered; `options` are those of a new writer."""
         if self.board_folder is None or self.buffer:
             return
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
-
         for _ in range(2):  # a writer never recovers from an error, so a new one gets a second try
             try:
                 if self.board is None:
+                    # slow to import, and optional
+                    from torch.utils.tensorboard import SummaryWriter
+
                     self.board = SummaryWriter(str(self.board_folder), **options)
                 send(self.board)
                 return
             except OSError as error:
                 self.board = None
                 _note(f"{self.board_folder} could not be written ({error})")
+            except Exception as error:
+                self.board = self.board_folder = None
+                _note(f"TensorBoard failed, and the run goes on without it ({_reason(error)})")
+                return
+
+    def _to_wandb(self, send: Callable[[Any], Any]) -> None:
+        """Send to wandb until something fails there."""
+        if self.wandb is None:
+            return
+        try:
+            send(self.wandb)
+        except Exception as error:
+            self.wandb = None
+            _note(f"wandb failed, and the run goes on without it ({_reason(error)})")
 
 
-def _open_wandb(folder: Path, config: Mapping[str, Any]) -> Any:
-    """A run at wandb; after a resume it is the same one."""
-    import wandb
+def check_login(report_to: Sequence[str]) -> None:
+    """Refuse wandb without its key, before a run loads anything; this needs no network."""
+    if "wandb" not in report_to:
+        return
+    try:
+        import wandb
 
+        wandb.login()
+    except Exception as error:
+        raise ConfigError(_cannot_start(error)) from error
+
+
+def _open_wandb(folder: Path, config: Mapping[str, Any], is_resumed: bool) -> Any:
+    """A run at wandb; after a resume it is the same one, or None if wandb cannot be reached then."""
     id_file = folder / "wandb_id"
     with suppress(FileExistsError), id_file.open("x") as file:  # does not write through a link
         file.write(secrets.token_hex(8))
-    return wandb.init(
-        project="sage-grpo",
-        dir=str(folder),
-        config=dict(config),
-        id=read_bytes(id_file, MAX_ID).decode(),
-        resume="allow",
+    run_id = read_bytes(id_file, MAX_ID).decode()
+    try:
+        import wandb
+
+        return wandb.init(
+            project="sage-grpo", dir=str(folder), config=dict(config), id=run_id, resume="allow"
+        )
+    except Exception as error:
+        if not is_resumed:
+            raise ConfigError(_cannot_start(error)) from error
+        _note(f"wandb failed, and the run goes on without it ({_reason(error)})")
+        return None
+
+
+def _cannot_start(error: Exception) -> str:
+    return (
+        f"report_to names wandb, which cannot be used ({_reason(error)}): "
+        "run `wandb login`, or set --report_to tensorboard"
     )
+
+
+def _reason(error: Exception) -> str:
+    return printable(error) or type(error).__name__
 
 
 def _note(text: str) -> None:

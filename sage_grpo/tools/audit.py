@@ -43,6 +43,7 @@ BLIND = (
     "prompt-blind: the total is the same with wrong prompts, so training may forget what is asked; "
     "if it is meant to judge the clip alone, hold out or add a reward that reads the prompt"
 )
+PAYS = "this reward pays for {} clips: hold it out, or combine it with another"
 DAMAGE = ("noisy", "shaky", "frozen", "blurred", WRONG_PROMPT)
 FLIPPED = "flipped: damage raises the total and none lowers it, as if its sign were wrong"
 
@@ -211,11 +212,22 @@ def give_verdicts(scores: Scores, drawn: bool) -> list[Verdict]:
     return verdicts
 
 
-def conclude(scores: Scores, verdicts: Sequence[Verdict]) -> dict[str, list[str]]:
-    """Sentences about what is wrong, what may be intended, what is only weak, and what too few clips leave unclear."""
-    wrong = [f"{_wrong_sentence(v)} ({v})" for v in verdicts if v.is_wrong]
+def conclude(
+    scores: Scores, verdicts: Sequence[Verdict], as_part: bool = False
+) -> dict[str, list[str]]:
+    """Sentences about what is wrong, what may be intended, what is only weak, and what too few clips leave unclear.
+
+    as_part: the reward may be one of several, or held out, so it may pay for damage that none of its scores is about.
+    """
+    flipped = is_flipped(verdicts)
+    judged = {v.edit for v in verdicts if v.must_fall} | {WRONG_PROMPT}
+    allowed = [v for v in verdicts if v.is_wrong and v.edit not in judged]
+    if flipped or not as_part:
+        allowed = []
+    wrong = [f"{_wrong_sentence(v)} ({v})" for v in verdicts if v.is_wrong and v not in allowed]
     warnings = [f"{BLIND} ({v})" for v in verdicts if v.is_blind]
-    if is_flipped(verdicts):
+    warnings += [f"{PAYS.format(v.edit)} ({v})" for v in allowed]
+    if flipped:
         wrong.insert(0, FLIPPED)
     totals = torch.cat([by_name[TOTAL] for by_name in scores.values()])
     if torch.allclose(totals, totals[:1]):

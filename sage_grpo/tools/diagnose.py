@@ -151,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(verdict)
     for number, finding in enumerate(findings, 1):
         panel = finding.rule.panel
-        print(f"{number}. {finding}" + (f" Panel of report.html: {panel}." if panel else ""))
+        where = f" Panel of report.html: {panel}." if panel else ""
+        print(
+            terminal_text(f"{number}. {finding}{where}")
+        )  # it quotes the errors and names of a reward
     if findings:
         return 1
     return TOO_EARLY if is_too_early else 0

@@ -43,6 +43,13 @@ LOCATION_FLAGS = (
     "init_from_checkpoint",
     "prompt_cache",
 )
+# flags that decide which tensors a part holds
+FLAGS_OF_PART = {
+    "weights": "the use_lora and lora_* flags",
+    "anchor": "kl_weight and dual_kl_moving_weight",
+    "average": "ema_decay",
+    "old_policy": "algorithm, nft_decay and nft_decay_growth",
+}
 MAX_MEMORY = 0.8  # share of the available host memory that a copy for a save may take
 # what state.json must hold
 FIELD_TYPES: dict[str, Any] = {
@@ -174,7 +181,8 @@ def _load_part(
     """Copy the stored tensors of a part into this rank's shards of its targets."""
     if differing := sorted(set(stored.names) ^ set(targets)):
         raise ConfigError(
-            f"the {part} in {path} do not fit this configuration: {differing[0]} differs"
+            f"the {part} in {path} do not fit this configuration: {differing[0]} differs; resume with "
+            f"{FLAGS_OF_PART[part]} as they were, or start a new run with init_from_checkpoint"
         )
     for name, target in targets.items():
         value = stored.read(name, *state.rows(part, name))

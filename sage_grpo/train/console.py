@@ -13,6 +13,7 @@ import torch
 from sage_grpo.config.fields import FIELDS
 from sage_grpo.config.rules import warnings
 from sage_grpo.escape import terminal_text
+from sage_grpo.files.json_files import printable
 from sage_grpo.models.versions import DEFAULT_VERSION
 from sage_grpo.train.build import rollout_sampling
 from sage_grpo.train.trainer import Trainer
@@ -111,7 +112,10 @@ def offer_report(page: Path) -> None:
     if not answered:
         print()
     if answer in ("", "y", "yes"):
-        webbrowser.open(page.resolve().as_uri())
+        try:
+            webbrowser.open(page.resolve().as_uri())
+        except Exception as error:  # the run is done, whatever is wrong with the browser
+            print(f"note: no browser could be opened ({printable(error)})", file=sys.stderr)
 
 
 def has_desktop() -> bool:

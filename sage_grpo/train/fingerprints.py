@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import sage_grpo
+from sage_grpo import rewards
 from sage_grpo.config.fields import Config
 from sage_grpo.data.requests import Request
 from sage_grpo.files.fingerprints import files_fingerprint, text_fingerprint
@@ -82,7 +83,16 @@ FINGERPRINTS = {
     "train": ("training prompts", "sampler code"),
     "validation": ("validation prompts", "held-out reward"),
 }
-SHARED = ("VAE", "encoders", "transformer config", "reward")
+SHARED = (
+    "VAE",
+    "encoders",
+    "transformer config",
+    "transformer_2 config",
+    "boundary",
+    "reward",
+    "reward code of this program",
+    *(f"versions {name}" for name in ("torch", "diffusers", "transformers")),
+)
 
 
 def fingerprints(
@@ -121,6 +131,7 @@ def fingerprints(
         "ranks": ranks.world_size,
         "plug-ins": plugin_hashes,
         "sampler code": plugin_hashes.get(_file(config.sde_type), "built in"),
+        "reward code of this program": reward_code(),
     }
 
 
@@ -162,6 +173,12 @@ def program_version() -> str:
     return f"{sage_grpo.__version__}, {files_fingerprint(files)[:8]}"
 
 
+@cache
+def reward_code() -> str:
+    """A hash of the package with the rewards: it decides what each of them sees of a clip."""
+    return files_fingerprint(sorted(Path(rewards.__file__).parent.rglob("*.py")))[:8]
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
@@ -180,9 +197,11 @@ def flat(fingerprints: Mapping[str, Any]) -> dict[str, Any]:
 def yardstick(config: Config, fingerprints: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By series, `train` and `validation`: everything that two results must share to be comparable."""
     result = {}
+    # a name stands for a fingerprint with all its parts, or for one part, such as `versions torch`
+    named = {**fingerprints, **flat(fingerprints)}
     for series, settings in SETTINGS.items():
         parts = (*SHARED, *FINGERPRINTS[series])
         values = {name: getattr(config, name) for name in settings}
-        values.update(flat({name: fingerprints[name] for name in parts if name in fingerprints}))
+        values.update(flat({name: named[name] for name in parts if name in named}))
         result[series] = values
     return result

@@ -439,6 +439,21 @@ def test_inference_takes_the_newest_checkpoint_and_the_model_of_the_run(tmp_path
     )
 
 
+def test_generation_follows_no_links_of_a_run(tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "step-000001").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (checkpoints / "step-000002").symlink_to(tmp_path / "elsewhere")
+    settings = {"OUTPUT_DIR": tmp_path / "run", "PROMPT": "a cat"}
+    result = launch("run_inference.sh", "--dry_run", **settings)
+    assert "/step-000001 " in result.stdout and "step-000002" not in result.stdout
+
+    (tmp_path / "mine.yaml").write_text("seed: 1\n")
+    (tmp_path / "run" / "config.yaml").symlink_to(tmp_path / "mine.yaml")
+    result = launch("run_inference.sh", "--dry_run", **settings)
+    assert result.returncode == 2 and "config.yaml is a link" in result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="install shellcheck")
 def test_shellcheck_finds_nothing():

@@ -79,6 +79,44 @@ def test_a_break_begins_another_series(tmp_path, lines, trained, validated, earl
     assert [column(part, "step").tolist() for part in run.earlier_validations] == earlier
 
 
+def start(step: int, reward: str) -> dict:
+    return run_line(step) | {"yardstick": {"train": {"reward": reward}}}
+
+
+FIRST, OTHER, THIRD = (
+    [start(2, reward), broken(2, "train", "validation")] for reward in ("first", "other", "third")
+)
+
+
+@pytest.mark.parametrize(
+    "lines, breaks, trained",
+    [
+        ([*OTHER, *FIRST], 0, [1, 2]),
+        ([*OTHER, *FIRST, train(3, 1.0)], 0, [1, 2, 3]),
+        (
+            [*OTHER, *FIRST, train(3, 1.0), start(3, "other"), broken(3, "train", "validation")],
+            1,
+            [],
+        ),
+        ([*OTHER, *THIRD], 2, []),
+        ([*OTHER, start(2, "other")], 1, []),
+        # results of the other reward cannot be compared
+        ([*OTHER, train(3, 1.0), *FIRST], 2, []),
+        ([*OTHER, validation(2, 1.0), *FIRST], 2, []),
+    ],
+    ids=["back", "trained", "later", "third", "again", "result", "validated"],
+)
+def test_a_break_without_results_is_void_once_the_run_goes_on_as_before(
+    tmp_path, lines, breaks, trained
+):
+    before = [start(0, "first"), validation(0, 0.0), train(1, 0.0), train(2, 0.0)]
+    write_lines(tmp_path, [*before, *lines])
+    run = read_run(tmp_path)
+    assert len(run.breaks) == breaks
+    assert column(run.train, "step").tolist() == trained
+    assert column(run.validations, "step").tolist() == ([] if breaks else [0])
+
+
 def test_rewards_between_logged_iterations_belong_to_the_series_of_training(tmp_path):
     def reward_only(step):
         return train(step, 0.0) | {"kind": "reward"}

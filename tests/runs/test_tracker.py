@@ -7,10 +7,15 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sage_grpo.runs.tracker import Tracker
+from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.parallel.ranks import Ranks
+from sage_grpo.runs.folder import RunFolder
+from sage_grpo.runs.tracker import Tracker, check_login
 from tests.disks import fill, small_disk
 
 
@@ -118,3 +123,83 @@ def test_the_name_at_wandb_is_not_written_through_a_link(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="wandb_id is a link"):
         Tracker(tmp_path / "run", ["wandb"], {}, 0)
     assert not (tmp_path / "elsewhere").exists()
+
+
+WANDB = """
+class Run:
+    def log(self, *arguments, **keywords):
+        {log}
+
+    def finish(self):
+        {finish}
+
+def login():
+    {login}
+
+def init(**keywords):
+    {init}
+    return Run()
+
+class Image:
+    def __init__(self, image):
+        {image}
+"""
+
+
+@pytest.fixture
+def wandb_that(tmp_path, monkeypatch):
+    """wandb_that(part="statement", ...): a package wandb of which these parts do so."""
+
+    def install(**parts):
+        body = dict.fromkeys(("log", "finish", "login", "init", "image"), "pass") | parts
+        (tmp_path / "packages").mkdir()
+        (tmp_path / "packages" / "wandb.py").write_text(WANDB.format(**body))
+        monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+
+    yield install
+    sys.modules.pop("wandb", None)
+
+
+@pytest.mark.parametrize("part", ["log", "image", "finish"])
+def test_a_wandb_that_breaks_down_is_noted_once_and_left_out(tmp_path, wandb_that, capfd, part):
+    wandb_that(**{part: 'raise RuntimeError("broken pipe")'})
+    tracker = Tracker(tmp_path, ["wandb"], {}, 0)
+    for step in (1, 2):
+        tracker.write("train", step, {"reward/total": 0.5})
+        tracker.show("clips", np.zeros((2, 2, 3), np.uint8), step)
+    tracker.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert capfd.readouterr().err.count("goes on without it (broken pipe)") == 1
+
+
+def test_a_wandb_that_does_not_begin_is_refused_at_the_start_and_left_out_on_resume(
+    tmp_path, wandb_that, capfd
+):
+    wandb_that(init='raise RuntimeError("api_key not configured")')
+    with pytest.raises(ConfigError, match=r"api_key not configured.*wandb login.*--report_to"):
+        Tracker(tmp_path, ["wandb"], {}, 0)
+    Tracker(tmp_path, ["wandb"], {}, 4).write("train", 5, {"reward/total": 0.5})
+    assert "goes on without it (api_key not configured)" in capfd.readouterr().err
+
+
+def test_a_wandb_without_a_key_is_refused_before_anything_is_loaded(tmp_path, wandb_that):
+    wandb_that(login='raise RuntimeError("api_key not configured")')
+    config = Config(output_dir=str(tmp_path / "run"), report_to=("wandb",))
+    with pytest.raises(ConfigError, match=r"api_key not configured.*wandb login.*--report_to"):
+        RunFolder(config, Ranks(0, 1, torch.device("cpu"))).take()
+    check_login(["tensorboard"])
+
+
+def test_a_tensorboard_that_breaks_down_is_noted_once_and_left_out(tmp_path, monkeypatch, capfd):
+    tracker = Tracker(tmp_path, ["tensorboard"], {}, 0)
+
+    def fail(*arguments):
+        raise TypeError("no such scalar")
+
+    monkeypatch.setattr(tracker.board, "add_scalar", fail)
+    for step in (1, 2):
+        tracker.write("train", step, {"reward/total": 0.5})
+    tracker.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert capfd.readouterr().err.count("goes on without it (no such scalar)") == 1

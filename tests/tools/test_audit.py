@@ -205,6 +205,32 @@ def test_a_reward_with_the_wrong_sign_is_named(noisy, frozen, is_flipped):
     assert (FLIPPED in sentences(found)["wrong"]) == is_flipped
 
 
+@pytest.mark.parametrize(
+    ("names", "changes", "wrong", "warned"),
+    [
+        (["motion"], {"noisy": 2.0, "frozen": -2.0}, 0, ["noisy"]),
+        (["calm"], {"noisy": -2.0, "frozen": 2.0}, 0, ["frozen"]),
+        (["pickscore"], {"frozen": 2.0, WRONG_PROMPT: -2.0}, 0, ["frozen"]),
+        # a score that claims to judge what was damaged
+        (["motion", "VQ"], {"noisy": 2.0, "frozen": -2.0}, 2, []),
+        (["calm", "MQ"], {"noisy": -2.0, "frozen": 2.0}, 2, []),
+        # a wrong sign, and wrong prompts, which only a reward that reads them can prefer
+        (["motion"], {"noisy": 2.0, "frozen": 2.0}, 3, []),
+        (["style"], {WRONG_PROMPT: 2.0}, 1, []),
+    ],
+)
+def test_a_part_of_a_reward_may_pay_for_damage_that_it_is_not_about(names, changes, wrong, warned):
+    found = scores(
+        dict.fromkeys(["total", *names], VALUES),
+        {kind: dict.fromkeys(["total", *names], change) for kind, change in changes.items()},
+    )
+    verdicts = give_verdicts(found, drawn=True)
+    told = conclude(found, verdicts, as_part=True)
+    assert len(told["wrong"]) == wrong
+    assert [text.split()[4] for text in told["warnings"]] == warned
+    assert conclude(found, verdicts)["wrong"]  # alone, none of them is fit
+
+
 def test_what_is_not_noticed_is_weak():
     spread = torch.tensor(VALUES, dtype=torch.float64).std(correction=0).item()
     for change, weak in (

@@ -1,5 +1,6 @@
 """What the command prints, and whether an iteration takes longer than planned."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from sage_grpo.tools.plan.planner import plan_of
 from sage_grpo.tools.plan.times import times
 from sage_grpo.tools.report.page import page
 from tests.programs import exit_code
-from tests.tools.fake_run import read_lines, write_lines
+from tests.tools.fake_run import make_run, read_lines, write_lines
 
 ROOT = Path(__file__).parents[2]
 RECORDED = read_records(ROOT / "tests" / "fixtures" / "diagnosis.json.gz")["small"]
@@ -34,6 +35,48 @@ def test_the_list_of_a_faulty_run(tmp_path, capsys):
     assert second.endswith(
         "Remedy: --use_grad_balancing True. Panel of report.html: Gradient at the velocity."
     )
+
+
+def test_neither_the_list_nor_the_report_advises_what_is_set(undrawn, tmp_path, capsys):
+    folder = restore(RECORDED["equalizer off"], tmp_path / "run")
+    advice = "--use_grad_balancing True"
+    assert advice in page(read_run(folder))
+    change_settings(folder, use_grad_balancing=True)
+    main([str(folder)])
+    for text in (capsys.readouterr().out, page(read_run(folder))):
+        assert "one step dominates" in text and advice not in text
+
+
+@pytest.mark.parametrize("place", ["error", "score", "status"])
+def test_no_escape_of_a_run_reaches_the_terminal(tmp_path, capsys, place):
+    """What a reward raises, the name of a score and the message of a stopped run are quoted."""
+    escape = "\x1b]0;PWNED\x07"
+    folder = restore(RECORDED["healthy-1"], tmp_path / "run")
+    metrics = {
+        "error": {"reward/failed": 9, "reward/error": escape},
+        "score": {
+            "signal/rescoring": 0.0,
+            "signal/call_difference": 9.0,
+            "signal/call_sorted": 9.0,
+            "signal/call_score": escape,
+        },
+        "status": {},
+    }[place]
+    write_lines(folder, [line | metrics for line in read_lines(folder)])
+    if place == "status":
+        message = f"the first ratio differs from 1 {escape}"
+        (folder / "status.json").write_text(json.dumps({"state": "failed", "message": message}))
+    assert main([str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "PWNED" in out and out.replace("\n", "").isprintable()
+
+
+def test_clips_behind_a_link_are_not_read(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", iterations=2, every=2, prompts=3)
+    (folder / "validation").rename(tmp_path / "elsewhere")
+    (folder / "validation").symlink_to(tmp_path / "elsewhere")
+    assert exit_code(main, [str(folder)]) == 2
+    assert "validation is a link, which is not followed" in capsys.readouterr().err
 
 
 def test_a_healthy_run(tmp_path, capsys):

@@ -98,9 +98,13 @@ def test_a_folder_that_is_no_checkpoint_takes_no_place(make):
 
 def test_a_checkpoint_of_another_configuration_is_refused(make):
     make(use_lora=True, max_steps=1).train()
-    for changes, words in (({"use_lora": True, "ema_decay": 0.9}, "average .* do not fit"),):
+    for changes, words in (
+        ({"ema_decay": 0.9}, "the average in .* do not fit .* resume with ema_decay as"),
+        ({"algorithm": "nft"}, "the old_policy in .* do not fit .* resume with algorithm, "),
+        ({"kl_weight": 0.0}, "the anchor in .* do not fit .* resume with kl_weight and "),
+    ):
         with pytest.raises(ConfigError, match=words):
-            make(resume_from_checkpoint="auto", **changes)
+            make(resume_from_checkpoint="auto", use_lora=True, **changes)
 
 
 @pytest.mark.parametrize("before", [True, False])

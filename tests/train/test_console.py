@@ -154,6 +154,22 @@ def test_the_report_is_offered_in_a_terminal_on_a_desktop_alone(
         assert (tmp_path / "opened").read_text().strip() == page.as_uri()
 
 
+def test_a_browser_that_cannot_be_opened_is_a_note(monkeypatch, tmp_path, capsys):
+    page = tmp_path / "report.html"
+    page.write_text("<p>")
+
+    def fail(address):
+        raise webbrowser.Error("could not locate runnable browser")
+
+    monkeypatch.setattr(webbrowser, "open", fail)
+    monkeypatch.setattr(console, "has_desktop", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with closing(Keyboard("y\n")) as keyboard:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        console.offer_report(page)
+    assert "could not locate runnable browser" in capsys.readouterr().err
+
+
 def test_a_run_without_an_iteration_names_no_checkpoint(make):
     trainer = make(max_steps=0)
     trainer.train()

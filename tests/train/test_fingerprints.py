@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sage_grpo import plugins
-from sage_grpo.config.fields import RolloutFlags
+from sage_grpo.config.fields import Config, RolloutFlags
 from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.rewards.base import Composite, Setup
@@ -159,6 +159,40 @@ def test_a_resumed_run_names_each_thing_that_changed_in_a_sentence(
     start = json.loads((resumed.run.path / "metrics.jsonl").read_text().splitlines()[-2])
     assert start["kind"] == "run"
     assert start["fingerprints"]["versions"] == {"torch": "0.1"}
+
+
+@pytest.mark.parametrize(
+    "changed, breaks",
+    [
+        ({"boundary": "0.9"}, True),
+        ({"transformer_2 config": "other"}, True),
+        ({"reward code of this program": "other"}, True),
+        ({"reward": {"motion code": "other"}}, True),
+        ({"versions": {"torch": "2.13.0", "transformers": "5.1.0"}}, True),
+        ({"versions": {"torch": "2.13.1", "transformers": "5.0.0"}}, True),
+        ({"versions": {"torch": "2.13.0", "transformers": "5.0.0", "sage_grpo": "0.2"}}, False),
+        ({"device": "NVIDIA H200"}, False),
+    ],
+    ids=str,
+)
+def test_both_series_end_with_whatever_decides_how_clips_are_made_and_scored(changed, breaks):
+    config = Config()
+    before = {
+        "boundary": "0.875",
+        "transformer_2 config": "one",
+        "reward code of this program": "one",
+        "reward": {"motion code": "one"},
+        "versions": {"torch": "2.13.0", "transformers": "5.0.0", "sage_grpo": "0.1"},
+        "device": "CPU",
+    }
+    old = fingerprints.yardstick(config, before)
+    new = fingerprints.yardstick(config, before | changed)
+    assert [old[series] != new[series] for series in old] == [breaks, breaks]
+
+
+def test_the_code_of_the_rewards_is_fingerprinted(make):
+    hashes = make().fingerprints
+    assert hashes["reward code of this program"] == fingerprints.reward_code() != ""
 
 
 def test_versions_are_those_of_libraries_that_shape_samples():

@@ -154,7 +154,8 @@ def color_ramp(c: Config) -> Tensor:
 def check_reward(trainer: Trainer) -> Iterator[CheckResult]:
     """The audit's short form, on clips that show exactly what their prompts say.
 
-    WRONG if the reward fails, if damage does not lower the score that is about it, or if an edit raises the total.
+    WRONG if the reward fails, is constant or has the wrong sign, if damage does not lower the score that is about it or
+    raises the total all the same, or if wrong prompts raise the total. Other edits that raise it are noted.
     """
     rendered = audit.drawn_clips(trainer.config, trainer.requests, REWARD_CLIPS)
     if rendered is None:
@@ -172,7 +173,7 @@ def check_reward(trainer: Trainer) -> Iterator[CheckResult]:
         return
 
     verdicts = audit.give_verdicts(scores, drawn=True)
-    conclusions = audit.conclude(scores, verdicts)
+    conclusions = audit.conclude(scores, verdicts, as_part=True)
     table = indented(audit.audit_table(scores, verdicts))
     if conclusions["wrong"]:
         yield wrong(

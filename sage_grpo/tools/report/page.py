@@ -81,7 +81,7 @@ def print_summary(folder: Path) -> None:
         clips = before_after(run)
         if clips:
             shown = [aligned(table.rows) for table in tables(compared(clips, total=True))]
-            print("\n\n".join(shown))
+            print(terminal_text("\n\n".join(shown)))  # names of scores are those of a reward
         write_report(folder)
     except Exception as error:  # a damaged folder must not fail a run that is done
         print(

@@ -418,6 +418,29 @@ def test_a_reward_that_ignores_the_prompt_is_noted_and_the_samplers_are_compared
     assert run_doctor.text.endswith(f" All is well, with {notes} notes; the numbers are in {path}")
 
 
+class Calm(ShapesReward):
+    """Prefers clips in which nothing moves."""
+
+    names = ("calm",)
+
+    def score(self, clips, prompts, fps):
+        return {"calm": torch.stack([-(clip / 255).diff(dim=0).abs().mean() for clip in clips])}
+
+
+@pytest.mark.parametrize("reward, edit", [("motion", "noisy"), ("shapes", "frozen")])
+def test_a_reward_that_pays_for_what_it_does_not_judge_is_noted_and_the_samplers_are_compared(
+    run_doctor, monkeypatch, reward, edit
+):
+    monkeypatch.setitem(REWARDS, "shapes", lambda setup: Calm())
+    places = ("left", "right", "up", "down")
+    lines = [f"a {color} circle moving {place}\n" for color in ("red", "blue") for place in places]
+    run_doctor.train.write_text("".join(lines))
+    assert run_doctor("--prompts", "2", "--clips", "2", eta=0.3, reward_model=reward) == 0
+    notes = [finding["text"] for finding in run_doctor.findings("reward")[1:]]
+    assert any(f"pays for {edit} clips" in text for text in notes)
+    assert run_doctor.findings("samplers")
+
+
 def test_weights_that_prefer_frozen_clips(run_doctor):
     expect_wrong(run_doctor, "reward", "prefers frozen clips", reward_weights='{"VQ": 1, "MQ": -1}')
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from sage_grpo.files.foreign import Refused
 from sage_grpo.runs import card
 from sage_grpo.runs.history import RunError, RunHistory
 from sage_grpo.runs.preferences import read_preferences
@@ -98,6 +99,13 @@ def test_the_page_and_its_json(tmp_path, capsys):
 
     (row,) = read_preferences(tmp_path)
     assert (row.system, row.raters, row.answers) == (SYSTEMS[1], 2, 8)
+
+
+def test_preferences_behind_a_link_are_not_read(tmp_path):
+    (tmp_path / "elsewhere").write_text(json.dumps(RECORD))
+    (tmp_path / "preferences.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Refused, match=r"preferences\.json is a link"):
+        read_preferences(tmp_path)
 
 
 def test_there_is_no_result_without_answers(tmp_path, capsys):

@@ -471,6 +471,17 @@ def test_a_run_is_done_without_its_report(copy, capsys):
     assert f"tools.report {copy}` makes it" in err
 
 
+def test_no_escape_of_a_score_reaches_the_terminal(undrawn, copy, capsys):
+    for path in copy.glob("validation/*/clips.json"):
+        clips = json.loads(path.read_text())
+        for clip in clips:
+            clip["scores"]["\x1b]0;PWNED\x07"] = 1.0
+        path.write_text(json.dumps(clips))
+    print_summary(copy)
+    out = capsys.readouterr().out
+    assert "PWNED" in out and out.replace("\n", "").isprintable()
+
+
 def test_nothing_in_its_folder_makes_a_run_fail_that_is_done(copy, capsys, monkeypatch):
     def broken(folder):
         raise ZeroDivisionError("division by zero")
