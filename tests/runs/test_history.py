@@ -113,7 +113,7 @@ def test_a_break_without_results_is_void_once_the_run_goes_on_as_before(
     write_lines(tmp_path, [*before, *lines])
     run = read_run(tmp_path)
     assert len(run.breaks) == breaks
-    assert column(run.train, "step").tolist() == trained
+    assert column(run.full_lines, "step").tolist() == trained
     assert column(run.validations, "step").tolist() == ([] if breaks else [0])
 
 
