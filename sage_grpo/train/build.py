@@ -127,7 +127,7 @@ def fill(run: RunFolder, backbone: Backbone, config: Config, ranks: Ranks) -> Tr
     # rewards live on the leader alone, because models cannot be sent
     rewards: list[Composite | None] = []
     ranks.from_leader(
-        lambda: rewards.extend(build_rewards_of(config, [*requests, *held_out], ranks.device))
+        lambda: rewards.extend(build_rewards_of(config, requests, held_out, ranks.device))
     )
     reward, holdout = rewards or (None, None)
 

@@ -222,13 +222,11 @@ class Trainer:
         c = self.config
         shape = (c.num_frames, c.height, c.width)
 
-        def errors_of(reward: Composite | None) -> list[str]:
-            error = self.ranks.from_leader(
-                lambda: trial_error(reward, self.requests[0], shape, c.fps)
-            )
+        def errors_of(reward: Composite | None, request: Request) -> list[str]:
+            error = self.ranks.from_leader(lambda: trial_error(reward, request, shape, c.fps))
             return [text for text in self.ranks.texts(error) if text]
 
-        errors = errors_of(self.reward)
+        errors = errors_of(self.reward, self.requests[0])
         share = len(errors) / self.ranks.count
         if share > c.max_reward_failures:
             raise TrainingError(
@@ -236,7 +234,13 @@ class Trainer:
                 " mend the reward, or give --max_reward_failures 1 to train nevertheless"
             )
         if self.validation and c.holdout_reward:
-            errors += errors_of(self.validation.holdout)
+            held_out_errors = errors_of(self.validation.holdout, self.validation.requests[0])
+            if held_out_errors and c.stop_on_hacking:
+                raise TrainingError(
+                    f"the held-out reward failed on a made-up clip: {held_out_errors[0]};"
+                    " mend it, because with --stop_on_hacking True it decides when the run ends"
+                )
+            errors += held_out_errors
         if errors:
             self.ranks.log_once(f"a reward failed on a made-up clip: {errors[0]}")
 
@@ -646,11 +650,10 @@ class Trainer:
                 lambda: self.safe_point(inside=True),
                 self.gathered,
             )
-        hacking = self.ranks.from_leader(
-            lambda: "".join(self.ranks.texts(self.run.divergence(self.step)))
-        )
+        verdict = self.run.divergence(self.step)
+        hacking = self.ranks.from_leader(lambda: "".join(self.ranks.texts(verdict or "")))
         if self.config.holdout_reward:
-            record["holdout/diverged"] = int(bool(hacking))
+            record["holdout/diverged"] = None if verdict is None else int(bool(verdict))
         record.update(watch.record())
         self.run.log_validation(self.step, record)
         self.saves.renew_card()

@@ -191,16 +191,16 @@ class Validation:
     def judge(
         self, clips: Sequence[Tensor | None], requests: Sequence[Request]
     ) -> list[dict[str, Any]]:
-        """One record per clip: file, prompt, seed, size and scores, plus the reward's error if it failed.
+        """One record per clip: file, prompt, seed, size and scores, plus the error of a reward that failed.
 
         The size in pixels is the sampled one: files of tiny clips are magnified.
         """
         fps = self.config.fps
         scores = self.reward.score(clips, requests, fps)
-        holdout = self.holdout.score(clips, requests, fps).named if self.holdout else {}
+        held_out = self.holdout.score(clips, requests, fps) if self.holdout else None
         columns = {
             "scores": scores.named | {"total": scores.total},
-            "holdout": holdout,
+            "holdout": held_out.named if held_out else {},
             "gold": gold_columns(self.gold, clips, requests),
         }
 
@@ -216,8 +216,9 @@ class Validation:
                 record["height"], record["width"] = clip.shape[1:3]
             if request.image:
                 record["image"] = str(request.image.path)
-            if scores.errors and not scores.total[i].isfinite():
-                record["error"] = scores.errors[0]
+            for result in (held_out, scores):
+                if result and result.errors and not result.total[i].isfinite():
+                    record["error"] = result.errors[0]
             for kind, named in columns.items():
                 record[kind] = finite({name: values[i].item() for name, values in named.items()})
             records.append(record)
