@@ -111,9 +111,13 @@ space() {
     fi
 }
 
-# verified REPOSITORY FOLDER PATTERN...: whether the files are the published ones; wrong ones are deleted
+# verified REPOSITORY FOLDER PATTERN...: whether the files are the published ones; wrong ones are deleted, and what
+# another download cannot mend ends this one
 verified() {
-    run "$python" scripts/verify_weights.py "$1" "$2" --include "${@:3}" --remove_wrong
+    local code=0
+    run "$python" scripts/verify_weights.py "$1" "$2" --include "${@:3}" --remove_wrong || code=$?
+    ((code < 2)) || fail "$1 $3 in $2 could not be checked, as the line above says"
+    return "$code"
 }
 
 # fetch PATTERN FOLDER REPOSITORY [OLD_NAME...]: the matching files of a Hugging Face repository, compared with their

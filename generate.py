@@ -28,7 +28,7 @@ from sage_grpo.files.json_files import read_object, write_json
 from sage_grpo.files.paths import check_folder, make_folder
 from sage_grpo.installed import require_packages
 from sage_grpo.plugins import contained, trust
-from sage_grpo.rewards.registry import REWARDS
+from sage_grpo.rewards.registry import REWARDS, SERVED
 
 if TYPE_CHECKING:  # imported where it is used, after the command line has been checked
     from torch import Tensor
@@ -522,7 +522,7 @@ def add_sampling_flags(group: Any) -> None:
 
 def add_output_flags(group: Any) -> None:
     add = group.add_argument
-    rewards = [name for name in REWARDS if name != "remote"]
+    rewards = [name for name in REWARDS if name not in SERVED]
     add(
         "--device",
         choices=flag_info("device").choices,

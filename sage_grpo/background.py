@@ -33,15 +33,19 @@ class Work(Future):
         return moved or self.done()
 
 
+class TooSlow(TimeoutError):
+    """A call took longer than it may; what a call itself raises is another TimeoutError."""
+
+
 def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call, made without gradients; TimeoutError if it takes longer, its thread is then abandoned.
+    """The result of a call, made without gradients; TooSlow if it takes longer, its thread is then abandoned.
 
     A call cannot end the program: its own SystemExit or KeyboardInterrupt becomes a RuntimeError. Ctrl-C still does,
     because it arrives in the thread that waits.
     """
     work = Work(lambda _: torch.no_grad()(call)(*arguments))
     if not wait([work], seconds).done:
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise TooSlow(f"no answer within {seconds:g} s")
     error = work.exception()
     if error is not None and not isinstance(error, Exception):
         raise RuntimeError(f"it tried to end the program ({error!r})") from error

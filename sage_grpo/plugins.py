@@ -97,8 +97,16 @@ def contained(
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if interrupts:
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(f"{problem}: {reason}") from error
+            raise ValueError(f"{problem}: {' '.join(error_text(error).split())}") from error
+
+
+def error_text(error: BaseException) -> str:
+    """`TYPE: MESSAGE` of what foreign code raised, whose `__str__` is foreign code as well."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:
+        return f"{name}: (its message cannot be shown)"
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from typing import Any
 
 from sage_grpo.config import argument_types
 from sage_grpo.config.command_line import answer_early, answering
+from sage_grpo.rewards.registry import REWARDS, SERVED
 from sage_grpo.tools.options import ToolParser
 
 
@@ -32,7 +33,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="NAME",
-        help="one or several of videoalign, clipscore, pickscore, ocr, FILE.py:NAME",
+        help=f"one or several of {', '.join(name for name in REWARDS if name not in SERVED)}, FILE.py:NAME",
     )
     parser.add_argument(
         "--reward_path",
@@ -441,7 +442,7 @@ def check_device(device: str) -> None:
 
 def build_served_reward(args: argparse.Namespace, device: str) -> Composite:
     """The rewards that the flags name, every score with weight 1."""
-    elsewhere = [name for name in args.reward if name in ("remote", "judge")]
+    elsewhere = [name for name in args.reward if name in SERVED]
     if elsewhere:
         raise ValueError(
             f"{elsewhere[0]} is served by another machine; name it in the run that uses it"

@@ -5,11 +5,12 @@
 
 Hubs publish hashes for large files; of small text files only the size is compared. If a hub cannot be reached, only the
 files in PINNED are checked, and a message says so. Exit code 1: a file is missing or differs from the published one;
-2: a file cannot be read or deleted.
+2: a file cannot be read or deleted, or the hub lists no file that matches.
 """
 
 import argparse
 import hashlib
+import http.client
 import json
 import os
 import sys
@@ -39,6 +40,17 @@ VIDEOREWARD = {
 }
 PINNED = {"KlingTeam/VideoReward": VIDEOREWARD, "KwaiVGI/VideoReward": VIDEOREWARD}
 
+# what is raised if a hub does not answer, breaks off, or answers in another form
+UNUSABLE = (
+    OSError,
+    http.client.HTTPException,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
@@ -53,11 +65,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Compare the files in a folder with the published ones; returns the exit code."""
+    listed = published_files(args.repository, args.hub)
+    pinned = PINNED.get(args.repository, {})
     published = {
         path: file
-        for path, file in published_files(args.repository, args.hub).items()
+        for path, file in ((listed or {}) | pinned).items()
         if fnmatch(path, args.include)
     }
+    if listed is not None and not any(fnmatch(path, args.include) for path in listed):
+        print(
+            f"NOT CHECKED: {args.repository} lists {len(listed)} files, none of them {args.include}",
+            file=sys.stderr,
+        )
+        return 2
     outside = [path for path in published if not is_inside(path)]
     if outside:
         print(
@@ -110,19 +130,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def published_files(repository: str, hub: str) -> dict[str, Published]:
-    """All files of a repository; if the hub cannot be asked, the pinned ones only."""
-    pinned = PINNED.get(repository, {})
+def published_files(repository: str, hub: str) -> dict[str, Published] | None:
+    """All files of a repository; None if the hub cannot be asked."""
     try:
-        return HUBS[hub](repository) | pinned
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # the hub did not answer, or its answer has another form
+        return HUBS[hub](repository)
+    except UNUSABLE as error:
+        pinned = PINNED.get(repository)
         exception = f", except {', '.join(pinned)}" if pinned else ""
+        reason = "".join(letter for letter in str(error) if letter.isprintable())  # a hub's words
         print(
-            f"NOT CHECKED{exception}: {repository} cannot be asked for its sha256 sums ({error})",
+            f"NOT CHECKED{exception}: {repository} cannot be asked for its sha256 sums ({reason})",
             file=sys.stderr,
         )
-        return pinned
+        return None
 
 
 def is_inside(name: str) -> bool:

@@ -9,6 +9,7 @@ import atexit
 import base64
 import contextlib
 import hashlib
+import http.client
 import io
 import json
 import os
@@ -174,6 +175,13 @@ REPLIES = {
         ]
     },
 }
+# what reading an answer raises that is not JSON, or not even HTTP
+BROKEN_OFF = (
+    http.client.IncompleteRead(b'{"siblings": ['),
+    http.client.BadStatusLine("garbage"),
+    http.client.LineTooLong("header line"),
+    ConnectionResetError(104, "Connection reset by peer"),
+)
 STATUSES = (200, 200, 200, 200, 200, 200, 200, 204, 301, 401, 404, 429, 500, 503)
 
 
@@ -422,6 +430,7 @@ def ask_server(folder, rng, kind):
 def verify(folder, rng, canaries):
     """Compare a folder with what a hub lists, and delete what is wrong in it."""
     replies = (folder / "replies.json").read_bytes()
+    broken = rng.choice((None, None, None, None, *BROKEN_OFF))
     weights = folder / "weights"
     weights.mkdir()
     for name in ("a.json", "b.bin"):
@@ -430,8 +439,14 @@ def verify(folder, rng, canaries):
         text = replies.replace(b"a.json", str(canaries.path(rng)).encode())
         up = b"../../../../canaries/key"
         replies = text if rng.random() < 0.5 else replies.replace(b"a.json", up)
+
+    def ask(url):
+        if broken:
+            raise broken
+        return json.loads(replies)
+
     asked = verify_weights.ask
-    verify_weights.ask = lambda url: json.loads(replies)
+    verify_weights.ask = ask
     try:
         words = ["x/y", weights, "--remove_wrong"]
         run_program(verify_weights.main, words, codes=(0, 1, 2), refusals=(1, 2))

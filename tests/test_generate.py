@@ -206,6 +206,7 @@ def test_clips_of_other_weights_are_not_replaced_in_silence(
             "has neither transformer/",
         ),
         (("--prompt", PROMPT, "--score", "beauty"), "'beauty' is not one of videoalign"),
+        (("--prompt", PROMPT, "--score", "judge"), "'judge' is not one of videoalign"),
         (("--prompt", PROMPT, "--guidance_scale", "nan"), "'nan' is not a finite number"),
         (("--prompt", PROMPT, "--eta", "1e308"), "'1e308' is not a finite number up to 1000000000"),
         (

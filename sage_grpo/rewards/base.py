@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sage_grpo.background import within
+from sage_grpo.background import TooSlow, within
 from sage_grpo.data.requests import Request
 from sage_grpo.files.fingerprints import files_fingerprint
 from sage_grpo.plugins import contained
@@ -121,7 +121,7 @@ class Composite:
         self.timeout = timeout
         self.on_batch: Callable[[], None] = lambda: None  # called before each batch is scored
         self._check_names()
-        self.note = ""  # what in the weights was not used, in a sentence
+        self.note = ""  # what weighs nothing in the total, in a sentence
         if weights and _are_for_other_rewards(self.rewards, weights):
             (score,) = self.names
             given = ", ".join(map(str, weights))
@@ -136,6 +136,9 @@ class Composite:
             self._label(name, score): weight
             for (name, score), weight in _flat_weights(self.rewards, weights).items()
         }
+        for name, reward in self.rewards.items():
+            if not any(self.weights.get(self._label(name, score)) for score in reward.names):
+                self.note = f"the reward {name} has weight 0 and is only measured"
 
     def __str__(self) -> str:
         return " + ".join(f"{weight:g} {name}" for name, weight in self.weights.items() if weight)
@@ -157,6 +160,8 @@ class Composite:
         for name in self.names:
             if not isinstance(name, str) or not name or not name.isprintable():
                 raise ValueError(f"a score is called {name!r}; use letters and digits")
+            if self.names.count(name) > 1:
+                raise ValueError(f"two scores are called {name}; rename one of them")
             if name in RESERVED_NAMES or name.endswith("_stderr"):
                 raise ValueError(f"a score is called {name}, which the metrics use; rename it")
 
@@ -201,13 +206,14 @@ class Composite:
         for name, reward in self.rewards.items():
             for rows in self._batches(decoded):
                 self.on_batch()
-                batch_clips = [clips[row] for row in rows]
+                # copies, because a reward may change what it is given
+                batch_clips = [clips[row].clone() for row in rows]
                 inputs = reward_inputs(reward, [requests[row] for row in rows])
                 try:
                     scores = within(self.timeout, reward.score, batch_clips, inputs, fps)
                     scores = _checked(reward, scores, len(rows))
-                    failed_clips = list(getattr(reward, "failures", ()))
-                except TimeoutError as error:
+                    failed_clips = [f"{name}: {text}" for text in getattr(reward, "failures", ())]
+                except TooSlow as error:
                     errors.append(f"{name}: {error}")
                     exceptions += 1
                     break  # the next batch would take just as long
@@ -216,7 +222,7 @@ class Composite:
                     exceptions += 1
                     continue
 
-                errors += [f"{name}: {text}" for text in failed_clips]
+                errors += failed_clips
                 for score, values in scores.items():
                     named[self._label(name, score)][rows] = values
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sage_grpo.background import within
+from sage_grpo.background import TooSlow, within
 from sage_grpo.environment import TOKEN_VARIABLE
 from sage_grpo.files.json_files import printable
 from sage_grpo.rewards.base import Setup
@@ -102,9 +102,7 @@ class ServerClient:
                 problem = f"it answered {response.status}"
                 retry_after = response.retry_after
             except httpx2.TimeoutException as error:
-                raise TimeoutError(
-                    f"{self.url} did not answer within {self.timeout:g} s"
-                ) from error
+                raise TooSlow(f"{self.url} did not answer within {self.timeout:g} s") from error
             except httpx2.TransportError as error:
                 # includes a response shorter than its Content-Length
                 problem = printable(f"{type(error).__name__}: {error}")

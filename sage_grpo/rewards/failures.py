@@ -5,6 +5,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from sage_grpo.plugins import error_text
+
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 INSTALLED = {Path(sysconfig.get_path(name)).resolve() for name in LIBRARIES}
@@ -14,7 +16,7 @@ _printed: set[str] = set()  # sentences whose traceback is in the log
 
 def failure_text(name: str, error: Exception) -> str:
     """The failure of the reward `name` in one sentence; the first of its kind also prints its traceback."""
-    text = f"{name}: {type(error).__name__}: {error}"
+    text = f"{name}: {error_text(error)}"
     frame = user_frame(error)
     place = f" ({frame})" if frame else ""
     kind = f"{name}: {type(error).__name__}{place}"

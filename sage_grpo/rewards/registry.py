@@ -15,5 +15,6 @@ REWARDS = {
     "remote": "sage_grpo.rewards.remote:RemoteReward",
     "shapes": "sage_grpo.worlds.shapes.reward:build",
 }
+SERVED = ("judge", "remote")  # these are on a server of their own
 ALIASES = {"videoalign_local": "videoalign"}
 DEFAULT = "videoalign"  # for models of the real world

@@ -1,4 +1,4 @@
-"""Names that no score may have, because metrics under `reward/` have them: reward/total and so on."""
+"""Names that no score may have, because metrics under `reward/` and `holdout/` have them: reward/total and so on."""
 
 RESERVED_NAMES = (
     "total",
@@ -9,4 +9,5 @@ RESERVED_NAMES = (
     "starved_groups",
     "flat_groups",
     "error",
+    "diverged",
 )

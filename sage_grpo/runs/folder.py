@@ -226,12 +226,12 @@ class RunFolder:
 
     # health of the run
 
-    def divergence(self, step: int) -> str:
-        """On the first rank, a warning if reward and held-out reward have diverged; else empty."""
+    def divergence(self, step: int) -> str | None:
+        """On the first rank, a warning if reward and held-out reward have diverged, else empty; None if unknown."""
         if self.ranks.is_first and self.config.holdout_reward:
             with self._optional("not checked for reward hacking"):
                 return divergence(self.path, step, self.validated_steps())
-        return ""
+        return None
 
     def diagnose(self, step: int) -> None:
         """On the first rank, print the first finding about the run so far if it is a new one; refresh report.html."""

@@ -19,9 +19,10 @@ def change(before: Sequence[Clip], after: Sequence[Clip], name: str) -> Interval
     return interval(getattr(new, name) - getattr(old, name) for old, new in pairs)
 
 
-def divergence(folder: Path, step: int, series: Collection[int] | None = None) -> str:
+def divergence(folder: Path, step: int, series: Collection[int] | None = None) -> str | None:
     """How the validation at `step` of a run folder shows reward hacking, in one sentence; empty if it shows none.
 
+    None if there is nothing to compare: no earlier validation, or too few clips with both rewards.
     series: iterations whose validations had the same yardstick, the only ones to compare it with; None: all.
     """
     try:
@@ -31,13 +32,13 @@ def divergence(folder: Path, step: int, series: Collection[int] | None = None) -
         return _divergence(validations, step)
     except RunError as error:  # such as a listing that a crash has cut short; training must go on
         print(f"note: not checked for reward hacking: {error}", file=sys.stderr, flush=True)
-        return ""
+        return None
 
 
-def _divergence(validations: Mapping[int, Sequence[Clip]], step: int) -> str:
+def _divergence(validations: Mapping[int, Sequence[Clip]], step: int) -> str | None:
     earlier = [n for n in sorted(validations) if n < step]
     if step not in validations or not earlier:  # a full disk keeps a validation from being saved
-        return ""
+        return None
 
     first = earlier[0]
 

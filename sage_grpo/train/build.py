@@ -137,7 +137,9 @@ def assemble_trainer(run: RunFolder, backbone: Backbone, config: Config, ranks: 
     # rewards live on the leader alone, because models cannot be sent
     rewards: list[Composite | None] = []
     ranks.from_leader(
-        lambda: rewards.extend(inputs.build_rewards_of(config, all_requests, ranks.device))
+        lambda: rewards.extend(
+            inputs.build_rewards_of(config, training_requests, validation_requests, ranks.device)
+        )
     )
     reward, holdout_reward = rewards or (None, None)
 

@@ -63,18 +63,7 @@ def build_composite(
 ) -> Composite:
     """Combine the named rewards; weights that nobody gave fit themselves to the scores."""
     timeout = config.collective_timeout / 2
-    setup = Setup(
-        path=reward_folder(config),
-        device=device,
-        sample_fps=config.reward_fps,
-        url=config.remote_reward_url,
-        timeout=timeout,
-        start_timeout=config.start_timeout,
-        judge_model=config.judge_model,
-        judge_rubric=config.judge_rubric,
-        judge_cache=config.judge_cache,
-    )
-    rewards = build_rewards(names, setup)
+    rewards = build_rewards(names, reward_setup(config, device, timeout, config.start_timeout))
     default_weights = Config().reward_weights
     if weights == default_weights:  # VideoAlign's; the single score of another reward counts 1
         weights = {}
@@ -86,15 +75,33 @@ def build_composite(
     return Composite(rewards, weights, config.reward_batch_size, timeout)
 
 
+def reward_setup(
+    config: Config, device: torch.device, timeout: float, start_timeout: float
+) -> Setup:
+    """What a configuration says about its rewards; `timeout` and `start_timeout` as in `Setup`."""
+    return Setup(
+        path=reward_folder(config),
+        device=device,
+        sample_fps=config.reward_fps,
+        url=config.remote_reward_url,
+        timeout=timeout,
+        start_timeout=start_timeout,
+        judge_model=config.judge_model,
+        judge_rubric=config.judge_rubric,
+        judge_cache=config.judge_cache,
+    )
+
+
 def build_rewards_of(
-    config: Config, requests: Sequence[Request], device: torch.device
+    config: Config, requests: Sequence[Request], held_out: Sequence[Request], device: torch.device
 ) -> tuple[Composite, Composite | None]:
-    """The training reward and the held-out reward, if any."""
+    """The training reward and the held-out reward, if any; an error if one cannot score the prompts that it is for."""
     reward = build_composite(config, reward_names(config), config.reward_weights, device)
-    reward.check(requests)
+    reward.check([*requests, *held_out])
     holdout_reward = None
     if config.holdout_reward:
         holdout_reward = build_composite(config, (config.holdout_reward,), None, device)
+        holdout_reward.check(held_out)
     return reward, holdout_reward
 
 

@@ -233,13 +233,11 @@ class Trainer:
         c = self.config
         shape = (c.num_frames, c.height, c.width)
 
-        def errors_of(reward: Composite | None) -> list[str]:
-            error = self.ranks.from_leader(
-                lambda: trial_error(reward, self.requests[0], shape, c.fps)
-            )
+        def errors_of(reward: Composite | None, request: Request) -> list[str]:
+            error = self.ranks.from_leader(lambda: trial_error(reward, request, shape, c.fps))
             return [text for text in self.ranks.texts(error) if text]
 
-        errors = errors_of(self.reward)
+        errors = errors_of(self.reward, self.requests[0])
         failed_fraction = len(errors) / self.ranks.dp_size
         if failed_fraction > c.max_reward_failures:
             raise TrainingError(
@@ -247,7 +245,13 @@ class Trainer:
                 f"{errors[0]}; fix the reward, or set --max_reward_failures 1 to train anyway"
             )
         if self.validation and c.holdout_reward:
-            errors += errors_of(self.validation.holdout_reward)
+            held_out_errors = errors_of(self.validation.holdout_reward, self.validation.requests[0])
+            if held_out_errors and c.stop_on_hacking:
+                raise TrainingError(
+                    f"the held-out reward failed on a made-up clip: {held_out_errors[0]};"
+                    " fix it, because with --stop_on_hacking True it decides when the run ends"
+                )
+            errors += held_out_errors
         if errors:
             self.ranks.log_once(f"a reward failed on a made-up clip: {errors[0]}")
 
@@ -704,19 +708,15 @@ class Trainer:
                 between=lambda: self.safe_point(inside=True),
                 keep_unsharded=self.keep_unsharded,
             )
-        hacking = self.ranks.from_leader(self.hacking_warning)
+        verdict = self.run.divergence(self.step)  # None on all ranks but the first
+        hacking = self.ranks.from_leader(lambda: "".join(self.ranks.texts(verdict or "")))
         if self.config.holdout_reward:
-            record["holdout/diverged"] = int(bool(hacking))
+            record["holdout/diverged"] = None if verdict is None else int(bool(verdict))
         record.update(watch.record())
         self.run.log_validation(self.step, record)
         self.saves.renew_card()
         if self.config.stop_on_hacking and hacking:
             raise TrainingError(hacking)
-
-    def hacking_warning(self) -> str:
-        """The warning that reward and held-out reward have diverged, else empty; all leaders must call."""
-        rank_text = self.run.divergence(self.step)  # empty on all ranks but the first
-        return "".join(self.ranks.texts(rank_text))
 
     def diagnosis_metrics(self, clips: Sequence[Tensor | None], scores: Scores) -> dict[str, Any]:
         """Metrics for the diagnosis; all ranks must call."""

@@ -197,18 +197,18 @@ class Validation:
     def score_clips(
         self, clips: Sequence[Tensor | None], requests: Sequence[Request]
     ) -> list[dict[str, Any]]:
-        """One record per clip: file, prompt, seed, size and scores, plus the reward's error if it failed.
+        """One record per clip: file, prompt, seed, size and scores, plus the error of a reward that failed.
 
         The size in pixels is the sampled one: files of tiny clips are magnified.
         """
         fps = self.config.fps
         scores = self.reward.score(clips, requests, fps)
-        holdout = {}
+        held_out = None
         if self.holdout_reward:
-            holdout = self.holdout_reward.score(clips, requests, fps).named
+            held_out = self.holdout_reward.score(clips, requests, fps)
         values_by_kind = {
             "scores": scores.named | {"total": scores.total},
-            "holdout": holdout,
+            "holdout": held_out.named if held_out else {},
             "gold": gold_metrics(self.gold, clips, requests),
         }
 
@@ -224,8 +224,9 @@ class Validation:
                 record["height"], record["width"] = clip.shape[1:3]
             if request.image:
                 record["image"] = str(request.image.path)
-            if scores.errors and not scores.total[i].isfinite():
-                record["error"] = scores.errors[0]
+            for result in (held_out, scores):
+                if result and result.errors and not result.total[i].isfinite():
+                    record["error"] = result.errors[0]
             for kind, named in values_by_kind.items():
                 record[kind] = finite({name: values[i].item() for name, values in named.items()})
             records.append(record)

@@ -115,17 +115,24 @@ state() { # the run's state in status.json; empty if there is none
 }
 
 # Prints the exit code of the run. torchrun's exit code only tells success from failure; status.json has the details,
-# unless an earlier run left it. A run that was asked to stop and could not even write that is still resumable.
+# unless an earlier run left it. A run that was asked to stop and could not even write that is still resumable. A run
+# that is done has written so: without that, code such as a reward's has ended the process.
 verdict() { # CODE BEFORE ASKED
     local now=''
     for _ in {1..20}; do # another node may still be writing it
         if [[ $(stamp) != "$2" ]]; then now=$(state); fi
-        if (($1 == 0)) || killed "$1" "$3" || [[ $now != running ]]; then break; fi
+        if killed "$1" "$3" || [[ $now =~ ^(done|preempted|failed)$ ]]; then break; fi
+        if (($1 == 0 ? NNODES == 1 : ${#now} == 0)); then break; fi
         sleep 0.5
     done
     case $1:$now:$3 in
-        0:* | *:done:*) echo 0 ;;
+        *:done:*) echo 0 ;;
         *:preempted:* | *:yes) echo 75 ;;
+        0:*)
+            echo "train_grpo.sh: the run ended with exit code 0, but status.json does not say that it is done: it says" \
+                "'${now:-nothing}'; code of the run, such as its reward, may have ended the process" >&2
+            echo 1
+            ;;
         *) if killed "$1" "$3"; then echo "$1"; else echo 1; fi ;;
     esac
 }

@@ -94,9 +94,10 @@ def test_every_failed_check_is_a_line(tmp_path):
 
 
 def doctorless(tmp_path):
-    """A Python whose doctor ends with DOCTOR, or 0, and leaves its words behind; torchrun does nothing."""
+    """A Python whose doctor ends with DOCTOR, or 0, and leaves its words behind; torchrun only says that it is done."""
     ours = f'printf "%s\\0" "$@" >{tmp_path}/doctor; exit ${{DOCTOR:-0}}'
-    text = f"case $2 in sage_grpo.tools.doctor) {ours} ;; torch.*) touch {tmp_path}/trained; exit 0 ;; esac"
+    done = f'touch {tmp_path}/trained; echo \'{{"state": "done"}}\' >{tmp_path}/run/status.json; exit 0'
+    text = f"case $2 in sage_grpo.tools.doctor) {ours} ;; torch.*) {done} ;; esac"
     program(tmp_path, "python", f'{text}\nexec {sys.executable} "$@"')
     return tmp_path / "python"
 

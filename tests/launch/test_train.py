@@ -58,7 +58,10 @@ def settings(tmp_path):
 @pytest.mark.parametrize(
     "before, act, code",
     [
-        (None, "exit 0", 0),
+        (None, "status done; exit 0", 0),
+        (None, "exit 0", 1),  # a reward that calls os._exit(0)
+        (None, "status running; exit 0", 1),
+        ("done", "exit 0", 1),
         (None, "exit 1", 1),
         (None, "status failed; exit 1", 1),
         (None, "status preempted; exit 1", 75),
@@ -191,7 +194,8 @@ def test_no_worker_outlives_torchrun(settings, tmp_path):
 def test_a_launcher_that_ends_leaves_the_workers_of_another_alone(settings, tmp_path):
     """Two that start at the same moment do not see each other; the run folder's lock decides which of them trains."""
     do = 'SAGE_LAUNCHER=1 setsid sleep 1000 &>/dev/null & echo $! >"$OUT/other"'
-    do += "; until grep -q sleep /proc/$!/comm; do sleep 0.05; done; exit 0"  # until then it has this one's environment
+    # until then it has this one's environment
+    do += "; until grep -q sleep /proc/$!/comm; do sleep 0.05; done; status done; exit 0"
     assert launch(TRAIN, DO=do, **settings).returncode == 0
     other = int((tmp_path / "run" / "other").read_text())
     assert Path(f"/proc/{other}/cmdline").read_bytes() == b"sleep\x001000\x00"
@@ -204,7 +208,8 @@ def test_a_launcher_that_ends_leaves_the_workers_of_another_alone(settings, tmp_
 
 def test_the_log_goes_on_when_nobody_reads(settings, tmp_path):
     command = ["bash", str(ROOT / TRAIN)]
-    do = f"until [[ -e {tmp_path}/closed ]]; do sleep 0.1; done; for i in 1 2 3; do echo line $i; done; exit 0"
+    do = f"until [[ -e {tmp_path}/closed ]]; do sleep 0.1; done; for i in 1 2 3; do echo line $i; done"
+    do += "; status done; exit 0"
     script = subprocess.Popen(command, env=environment(DO=do, **settings), stdout=subprocess.PIPE)
     script.stdout.close()
     (tmp_path / "closed").touch()
@@ -236,7 +241,10 @@ def test_wrong_flags_are_refused_before_torchrun_tries_them_again_and_again(sett
 def test_a_file_of_variables_is_read_on_the_node(settings, tmp_path):
     (tmp_path / "secrets").write_text("SAGE_REWARD_TOKEN=hush\n")
     result = launch(
-        TRAIN, DO="[[ $SAGE_REWARD_TOKEN == hush ]]", ENV_FILE=tmp_path / "secrets", **settings
+        TRAIN,
+        DO="[[ $SAGE_REWARD_TOKEN == hush ]] && status done",
+        ENV_FILE=tmp_path / "secrets",
+        **settings,
     )
     assert result.returncode == 0 and "hush" not in result.stdout
 
@@ -267,7 +275,8 @@ def slurm(settings, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "act, code", [("exit 0", 0), ("status preempted; exit 1", 75), ("wait", 75), ("exit 1", 1)]
+    "act, code",
+    [("status done; exit 0", 0), ("status preempted; exit 1", 75), ("wait", 75), ("exit 1", 1)],
 )
 def test_a_preempted_job_of_slurm_goes_back_into_the_queue(slurm, tmp_path, act, code):
     with slurm(DO=act) as job:
@@ -283,7 +292,8 @@ def test_a_preempted_job_of_slurm_goes_back_into_the_queue(slurm, tmp_path, act,
 
 @pytest.mark.parametrize("bad, code", [("n1", 2), ("none", 0)])
 def test_a_job_of_slurm_checks_all_nodes_before_it_starts_any(slurm, tmp_path, bad, code):
-    act = f'if [[ $2 == *doctor ]]; then touch "$OUT/checked.$SLURM_NODEID"; [[ $SLURMD_NODENAME != {bad} ]]; fi'
+    act = f'if [[ $2 == *doctor ]]; then touch "$OUT/checked.$SLURM_NODEID"; [[ $SLURMD_NODENAME != {bad} ]]'
+    act += "; else status done; fi"
     with slurm(DO=act, SKIP_CHECKS=0) as job:
         assert job.wait(60) == code
         said = job.stderr.read().decode()

@@ -111,3 +111,63 @@ def test_a_reward_in_a_file_is_given_what_its_parameters_name(tmp_path):
         "of_prompt.of_prompt": [1.0, 1.0],
         "OfClips.OfClips": [3.0, 5.0],
     }
+
+
+def file_rewards(folder, code):
+    """The reward `mine` that this code of a file defines, after it was trusted."""
+    (folder / "mine.py").write_text(code)
+    name = f"{folder}/mine.py:mine"
+    trust(name)
+    return build_rewards([name], Setup(folder, CPU))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ("clips, prompts", "clips prompts"),
+        ("clips, prompts, fps", "clips prompts fps"),
+        ("a, b, fps", "clips prompts fps"),
+        ("clips, prompts, /, fps", "clips prompts fps"),
+        ("clips, fps", "clips fps"),
+        ("clips, requests, *, fps", "clips prompts fps"),
+        ("clips, prompts, threshold=0.5", "clips prompts 0.5"),
+        ("clips, prompts, threshold=0.5, fps=30", "clips prompts 0.5 fps"),
+        ("clips, prompts, *, device='cpu', **more", "clips prompts cpu {}"),
+    ],
+)
+def test_a_parameter_with_a_default_is_not_given_the_fps(tmp_path, parameters, expected):
+    names = re.findall(r"(\w+)(?:=[^,]*)?(?:,|$)", parameters)
+    code = f"def mine({parameters}):\n    seen.append(({', '.join(names)}))\n    return [0.0]\nseen = []\n"
+    (reward,) = file_rewards(tmp_path, code).values()
+    request = Request("p") if reward.sees_requests else "p"
+    clips = [torch.zeros(2, 2, 2, 3, dtype=torch.uint8)]
+    reward.score(clips, [request], 8.0)
+    (seen,) = sys.modules["plugin_mine"].seen
+    shown = {id(clips): "clips", str([request]): "prompts", "8.0": "fps"}
+    assert " ".join(shown.get(id(v), shown.get(str(v), str(v))) for v in seen) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def mine(clips, prompts, fps, model): pass", "needs model, .* give model a default"),
+        (
+            "def mine(clips, prompts, threshold): pass",
+            "needs threshold, .* give threshold a default",
+        ),
+        ("def mine(clips, prompts, *, device): pass", "needs device, .* give device a default"),
+        ("def mine(*all, **more): pass", "has no parameter for the clips"),
+        ("class mine:\n names = 'VQ'\n def score(self, clips): pass", r"write names = \('VQ',\)"),
+    ],
+)
+def test_a_reward_in_a_file_that_cannot_be_called_is_one_sentence(tmp_path, code, words):
+    with pytest.raises(ValueError, match=words):
+        file_rewards(tmp_path, code)
+
+
+def test_plain_values_are_those_of_one_score(tmp_path):
+    code = "class mine:\n names = ('p', 'q')\n def score(self, clips): return [0.0] * len(clips)\n"
+    reward = Composite(file_rewards(tmp_path, code), None)
+    scores = reward.score([torch.zeros(2, 2, 2, 3, dtype=torch.uint8)], ["p"], 8.0)
+    assert scores.total.isnan().all()
+    assert "no dictionary of its scores p, q" in scores.errors[0]

@@ -38,6 +38,39 @@ class Raises(Brightness):
         return super().score(clips, prompts, fps)
 
 
+class TimesOut(Raises):
+    """Its own connection fails, as those of urllib, sockets and asyncio do."""
+
+    def score(self, clips, prompts, fps):
+        try:
+            return super().score(clips, prompts, fps)
+        except RuntimeError:
+            raise TimeoutError("the read timed out") from None
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class RaisesUnprintable(Raises):
+    def score(self, clips, prompts, fps):
+        try:
+            return super().score(clips, prompts, fps)
+        except RuntimeError:
+            raise UnprintableError from None
+
+
+class Paints(Brightness):
+    """Changes the clips that it is given."""
+
+    def score(self, clips, prompts, fps):
+        scores = super().score(clips, prompts, fps)
+        for clip in clips:
+            clip.fill_(255)
+        return scores
+
+
 class EndsTheProgram(Brightness):
     """Raises what is no Exception, and would end a program that does not expect it."""
 
@@ -117,16 +150,26 @@ def test_every_clip_is_scored_with_its_own_prompt():
     "reward, lost, words",
     [
         (Raises(), [2, 3], "b: RuntimeError: out of memory"),
+        (TimesOut(), [2, 3], "b: TimeoutError: the read timed out .*test_composite"),
+        (RaisesUnprintable(), [2, 3], "b: UnprintableError: .*cannot be shown"),
         (GivesNaN(), [2], "1 score"),
         (WrongLength(), [0, 1, 2, 3, 4], r"light has shape \(1,\) for 2 clips"),
         (WrongNames(), [0, 1, 2, 3, 4], "the scores are light, shade; expected light, dark"),
     ],
-    ids=["raises", "nan", "length", "names"],
+    ids=["raises", "times out", "unprintable", "nan", "length", "names"],
 )
 def test_a_failure_is_nan_for_the_clips_it_concerns(reward, lost, words):
     scores = composite(reward, batch_size=2).score(CLIPS, PROMPTS, 8)
     assert scores.total.isnan().nonzero().flatten().tolist() == lost
     assert re.search(words, scores.errors[0])
+
+
+def test_a_reward_cannot_change_the_clips_of_others():
+    clips = [clip.clone() for clip in CLIPS]
+    rewards = {"a": Paints(), "b": Brightness()}
+    scores = Composite(rewards, None, batch_size=2).score(clips, PROMPTS, 8)
+    assert torch.equal(scores.named["a.light"], scores.named["b.light"])
+    assert all(map(torch.equal, clips, CLIPS))
 
 
 def test_a_reward_that_hangs_is_left_behind_and_not_asked_again():
@@ -152,6 +195,13 @@ def test_several_rewards_are_named_apart():
     scores = both.score(CLIPS[:2], PROMPTS[:2], 8)
     assert both.names == ("a.light", "a.dark", "b.light", "b.dark")
     assert scores.total.tolist() == pytest.approx([10.0, 5.5])
+
+
+def test_a_reward_that_is_only_measured_is_noted():
+    both = {"a": Brightness(), "b": Brightness()}
+    for weights in ({"a": {"light": 1.0}}, {"a": {"light": 1.0}, "b": {"light": 0}}):
+        assert Composite(both, weights).note == "the reward b has weight 0 and is only measured"
+    assert not Composite(both, {"a": {"light": 1.0}, "b": {"dark": -1.0}}).note
 
 
 @pytest.mark.parametrize(
@@ -244,6 +294,14 @@ def test_names_that_the_metrics_use_or_that_cannot_be_shown_are_no_names_of_scor
 
     with pytest.raises(ValueError, match="a score is called "):
         Composite({"b": Named()}, None)
+
+
+def test_two_scores_of_one_name_are_refused():
+    class Twice(Brightness):
+        names = ("light", "light")
+
+    with pytest.raises(ValueError, match="two scores are called light"):
+        Composite({"b": Twice()}, None)
 
 
 @pytest.mark.parametrize("weight", [10**400, -(10**400), 1e308, float("nan"), "x"])

@@ -167,6 +167,14 @@ def test_a_slow_server_is_a_timeout_and_not_asked_again():
     assert scored.times == 1
 
 
+def test_the_other_batches_of_a_slow_server_are_not_tried():
+    with replies(lambda handler: time.sleep(0.6)) as (url, asked):
+        reward = composite({"b": remote_reward(url, timeout=0.2)}, batch_size=1)
+        scores = reward.score(CLIPS, PROMPTS, 8.0)
+    assert scores.total.isnan().all()
+    assert asked == ["/info", "/score"]
+
+
 def test_a_full_queue_is_asked_again_and_not_for_ever():
     left = [503, 503]
 

@@ -53,7 +53,7 @@ def test_a_run_that_is_hacked_says_so_and_stops_if_asked(undrawn, hacked, tmp_pa
     assert post_train.main(command_line(hacked)) == 0
     run = read_run(tmp_path / "run")
     diverged = [line["holdout/diverged"] for line in run.validations]
-    assert diverged[0] == 0 and diverged[-1] == 1 and len(diverged) == 3
+    assert diverged[0] is None and diverged[-1] == 1 and len(diverged) == 3
     assert run.validations[-1]["reward/total"] > run.validations[0]["reward/total"]
     assert hacking_verdict(run).startswith(
         "reward hacking: from iteration 0 to 8 the trained reward changed by +"
@@ -82,9 +82,14 @@ def test_a_holdout_that_follows_is_no_hacking(undrawn, hacked, make):
     trainer.train()
     trainer.run.close()
     run = read_run(trainer.run.path)
-    assert [line["holdout/diverged"] for line in run.validations] == [0, 0]
+    assert [line["holdout/diverged"] for line in run.validations] == [None, 0]
     assert hacking_verdict(run) == ""
     assert drift(run)["held out"] == drift(run)["trained"]
+    listing = run.folder / "validation" / "step-000004" / "clips.json"
+    records = json.loads(listing.read_text())
+    write_json(listing, [record | {"holdout": {"light": None}} for record in records])
+    assert hacking_verdict(run) == "Too few clips for a verdict."
+    write_json(listing, records)
     for file in run.folder.glob("validation/*/clips.json"):
         file.write_text(json.dumps(json.loads(file.read_text())[:7]))
     assert hacking_verdict(run) == "Too few clips for a verdict."
@@ -139,12 +144,12 @@ def test_both_intervals_must_leave_out_zero(tmp_path, totals, holdouts, hacked, 
         ]
         (folder / "clips.json").write_text(json.dumps(records))
     assert bool(divergence(tmp_path, 5)) == hacked
-    assert not divergence(tmp_path, 7)
-    assert not divergence(tmp_path, 0)
+    assert divergence(tmp_path, 7) == ""
+    assert divergence(tmp_path, 0) is None
     for file in tmp_path.glob("validation/*/clips.json"):
         file.write_text(json.dumps(json.loads(file.read_text())[:7]))
-    assert not divergence(tmp_path, 0) and capsys.readouterr().err == ""
-    assert not divergence(tmp_path, 5)
+    assert divergence(tmp_path, 0) is None and capsys.readouterr().err == ""
+    assert divergence(tmp_path, 5) is None
     assert "that needs 8 clips in each validation" in capsys.readouterr().err
 
 

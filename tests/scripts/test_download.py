@@ -1,6 +1,7 @@
 """download_weights.sh and the scripts it calls: planned actions, what stops it, what is verified."""
 
 import hashlib
+import http.client
 import http.server
 import json
 import re
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -604,6 +606,48 @@ def test_a_listing_of_another_form_is_not_checked_and_says_so(
     monkeypatch.setattr(verify, "ask", lambda url: {"siblings": listed})
     assert verify.main(["x/y", str(tmp_path)]) == 0
     assert "NOT CHECKED" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        http.client.IncompleteRead(b'{"siblings": ['),
+        http.client.BadStatusLine("\033[2Jgarbage\r\n"),
+        urllib.error.URLError("refused"),
+    ],
+    ids=["cut short", "no HTTP", "refused"],
+)
+def test_a_hub_that_cannot_be_asked_is_not_checked_and_says_so(
+    tmp_path, monkeypatch, capsys, error
+):
+    def ask(url):
+        raise error
+
+    monkeypatch.setattr(verify, "ask", ask)
+    assert verify.main(["x/y", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("NOT CHECKED: x/y cannot be asked")
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("names", [[], ["b.bin", "c/d.json"]])
+def test_a_listing_without_what_was_downloaded_is_not_checked(tmp_path, monkeypatch, capsys, names):
+    listed = [{"rfilename": name} for name in names]
+    monkeypatch.setattr(verify, "ask", lambda url: {"siblings": listed})
+    assert verify.main(["x/y", str(tmp_path), "--include", "a/*"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"NOT CHECKED: x/y lists {len(names)} files, none of them a/*"
+
+
+def test_what_another_download_cannot_mend_ends_the_download(download, serve):
+    """The hub lists no file of the repository: it is not fetched a second time."""
+    listing = "/api/models/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
+    address, _ = serve({f"{listing}?blobs=true": b'{"siblings": []}'})
+    tools = {"hf": 'echo "hf $2"', "curl": "exit 6", "df": free(99)}
+    result = download("--layout", "diffusers", tools=tools, HF_ENDPOINT=address)
+    assert result.returncode == 2
+    assert result.stdout.count("hf ") == 1
+    assert result.stderr.splitlines()[-1].endswith("could not be checked, as the line above says")
 
 
 def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from sage_grpo.environment import TOKEN_VARIABLE
+from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.rewards.remote import pack
 from scripts import reward_server
 from scripts.reward_server import Limits
@@ -350,6 +351,13 @@ def test_it_does_not_start_with_limits_that_let_nothing_through(flag, capsys):
 def test_it_does_not_start_where_it_cannot_serve(flag, value, capsys):
     assert started("--reward", "shapes", f"--{flag}", value) == 2
     assert flag in capsys.readouterr().err
+
+
+def test_its_help_names_every_reward_that_it_can_serve(capsys):
+    assert started("--help") == 0
+    (names,) = re.findall(r"one or several of ([^-]*FILE\.py:NAME)", capsys.readouterr().out)
+    served = {name.strip() for name in names.split(",")}
+    assert served == {*REWARDS, "FILE.py:NAME"} - {"judge", "remote"}
 
 
 def test_it_does_not_start_at_a_port_in_use(capsys):

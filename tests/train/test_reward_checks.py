@@ -9,6 +9,7 @@ import torch
 from sage_grpo.data.requests import Request
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.rewards.base import Composite
+from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.runs.history import read_run
 from sage_grpo.train import reward_checks
 from sage_grpo.train.guards import TrainingError
@@ -129,6 +130,44 @@ def test_a_reward_that_failed_once_or_may_fail_is_trained_with(make, failures, l
     trainer.train()
     assert trainer.step == 1
     assert ("failed on a made-up clip" in capfd.readouterr().err) == (failures == NUM_TRIALS)
+
+
+class RefusesPrompts(ShapesReward):
+    def check(self, prompts):
+        raise ValueError(f"cannot judge {len(prompts)} prompts")
+
+
+def test_a_held_out_reward_that_cannot_score_the_prompts_is_refused(make, monkeypatch):
+    monkeypatch.setitem(REWARDS, "refusing", lambda setup: RefusesPrompts())
+    with pytest.raises(ValueError, match="cannot judge 3 prompts"):  # the held-out ones alone
+        make(holdout_reward="refusing")
+
+
+def with_holdout(make, **flags):
+    """A trainer whose held-out reward always fails."""
+    trainer = make(
+        holdout_reward="shapes", validate_at_step0=True, validation_interval=1, max_steps=1, **flags
+    )
+    trainer.validation.holdout.rewards["shapes"] = FailsAtFirst(math.inf)
+    return trainer
+
+
+def test_a_held_out_reward_that_decides_when_to_stop_must_work(make):
+    trainer = with_holdout(make, stop_on_hacking=True)
+    with pytest.raises(TrainingError, match=r"held-out reward failed .* shapes: OSError: gone"):
+        trainer.train()
+    assert not trainer.run.validated_steps()
+
+
+def test_without_held_out_scores_it_is_not_known_whether_the_run_is_hacked(make):
+    trainer = with_holdout(make)
+    trainer.train()
+    run = read_run(trainer.run.path)
+    assert [line["holdout/diverged"] for line in run.validations] == [None, None]
+    listing = trainer.run.validation_folder(1) / "clips.json"
+    assert {clip["error"][:21] for clip in json.loads(listing.read_text())} == {
+        "shapes: OSError: gone"
+    }
 
 
 def test_clips_are_scored_again_with_their_own_prompts(make, monkeypatch):

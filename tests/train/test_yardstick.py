@@ -192,6 +192,6 @@ def test_reward_hacking_is_judged_within_a_series(train, tmp_path):
     train(holdout_reward=f"{code}:hold")
     code.write_text(held_out.format(-1))
     run = train(**MORE, holdout_reward=f"{code}:hold", reward_weights={"light": 2.0})
-    assert [line["holdout/diverged"] for line in run.validations] == [0, 0, 0]
+    assert [line["holdout/diverged"] for line in run.validations] == [None, 0, 0]
     assert divergence(run.folder, 8)  # all validations, whatever their yardstick
     assert sorted(validation_clips(run)) == [4, 6, 8]

@@ -13,7 +13,6 @@ import torch
 from sage_grpo.config.fields import Config, default_dtype
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.parallel.device import available_memory, choose_device, versions
-from sage_grpo.rewards.base import Setup
 from sage_grpo.rewards.build import build_reward
 from sage_grpo.rewards.registry import ALIASES
 from sage_grpo.rewards.videoalign.folder import check_folder
@@ -31,7 +30,7 @@ from sage_grpo.tools.plan.model import Plan
 from sage_grpo.tools.plan.planner import backbone_of, plan_of
 from sage_grpo.tools.plan.remedies import remedies
 from sage_grpo.tools.plan.times import times
-from sage_grpo.train.inputs import requests_from, reward_folder
+from sage_grpo.train.inputs import requests_from, reward_folder, reward_setup
 from sage_grpo.worlds.registry import check_prompts as world_prompts
 
 GB = 1e9  # bytes
@@ -274,14 +273,7 @@ def check_reward(machine: Machine) -> Iterator[CheckResult]:
     """Whether servers answer and folders are complete; an error if not. VideoAlign's weights are not loaded."""
     c = machine.plan.config
     folder = reward_folder(c)
-    setup = Setup(
-        path=folder,
-        device=torch.device("cpu"),
-        sample_fps=c.reward_fps,
-        url=c.remote_reward_url,
-        timeout=REWARD_TIMEOUT,
-        start_timeout=REWARD_TIMEOUT,
-    )
+    setup = reward_setup(c, torch.device("cpu"), REWARD_TIMEOUT, REWARD_TIMEOUT)
     names = [ALIASES.get(name, name) for name in (*c.reward_model, c.holdout_reward) if name]
     for name in names:
         if name == "videoalign":

@@ -302,7 +302,10 @@ def hacking_verdict(run: RunHistory) -> str:
         return ""
     if len(pair_clips(validations[steps[0]], validations[steps[-1]])) < MIN_PAIRS:
         return "Too few clips for a verdict."
-    return divergence(run.folder, steps[-1], steps)
+    verdict = divergence(run.folder, steps[-1], steps)
+    if verdict is None and len(steps) > 1:  # the held-out reward failed
+        return "Too few clips for a verdict."
+    return verdict or ""
 
 
 def gold_section(run: RunHistory, result: Mapping[str, Any] | None) -> Section:

@@ -25,7 +25,7 @@ from sage_grpo.tools.doctor.machine import (
 )
 from sage_grpo.tools.plan.memory import disk_bytes
 from tests.programs import exit_code
-from tests.rewards.serving import TOKEN, Light, composite, serving
+from tests.rewards.serving import TOKEN, Light, answering, composite, serving
 
 GB = 1e9
 FULL = [
@@ -256,6 +256,17 @@ def test_a_reward_folder_must_be_complete(flags, videoalign_folders, tmp_path, n
     assert "prompt_template.txt is missing" in reward_marks(words)
     held_out = [*flags, "--holdout_reward", "videoalign_local", "--reward_path", str(folder)]
     assert "prompt_template.txt is missing" in reward_marks(held_out)
+
+
+def test_a_judge_is_asked_as_the_run_will_ask_it(flags, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    models = {"data": [{"id": "small"}, {"id": "large"}]}
+    with answering(lambda handler: handler.say(200, models)) as (address, _):
+        words = [*flags, "--reward_model", "judge", "--remote_reward_url", address]
+        assert "serves small, large" in reward_marks(words)
+        assert reward_marks([*words, "--judge_model", "large"]) == ["ok"]
+        rubric = [*words, "--judge_model", "large", "--judge_rubric", "gone.txt"]
+        assert "judge_rubric gone.txt cannot be read" in reward_marks(rubric)
 
 
 def test_a_reward_server_must_answer(flags, monkeypatch):
