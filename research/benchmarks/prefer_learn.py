@@ -30,7 +30,7 @@ from sage_grpo.rewards.videoalign.reward import VideoAlign
 from sage_grpo.tools.prefer.__main__ import main as prefer
 from sage_grpo.tools.prefer.__main__ import parse_learn
 from sage_grpo.tools.prefer.answers import AnswersFile
-from sage_grpo.tools.prefer.learn import clips_key
+from sage_grpo.tools.prefer.learn import clips_key, prepare_draft
 from sage_grpo.tools.prefer.pairs import Trial
 from sage_grpo.tools.prefer.study import Study, StudyClip, clips_folder
 from sage_grpo.tools.prefer.study_clips import StudyClips, write_at_once
@@ -60,6 +60,8 @@ def write_study(file: Path, size: Size) -> Study:
     prompts = [" ".join(prompt_words()[i : i + 8]) for i in range(size.prompts)]
     clips = tuple(StudyClip(f"{i}.mp4", 0, prompts[i // 2]) for i in range(2 * size.prompts))
     pairs = tuple((2 * i, 2 * i + 1) for i in range(size.prompts))
+    for clip in clips:
+        (clips_folder(file) / clip.file).touch()  # what they would hold is put into the store
     study = Study(("base",), ("vq", "mq"), clips, pairs, repeat=0.0)
     answers = AnswersFile(file, study)
     generator = torch.Generator().manual_seed(0)
@@ -75,7 +77,7 @@ def write_study(file: Path, size: Size) -> Study:
 
 def fill_store(clips: StudyClips, size: Size) -> None:
     """Put clips of noise into the store."""
-    clips.store.mkdir(parents=True)
+    prepare_draft(clips.store)
     shape = (size.frames, size.height, size.width, 3)
     generator = torch.Generator().manual_seed(0)
     for number in range(len(clips.study.clips)):
@@ -108,7 +110,8 @@ def measure(
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     store = output.with_name(f"{method}.partial")
     reward = VideoAlign(base, device, dtype)
-    fill_store(StudyClips(reward, study, options.answers, store, clips_key(options)), size)
+    key = clips_key(options, study, device, dtype)
+    fill_store(StudyClips(reward, study, options.answers, store, key), size)
     del reward
 
     if device == "cuda":

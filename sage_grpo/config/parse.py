@@ -50,15 +50,21 @@ INSTEAD = {
 FILE_KEYS = (*FIELDS, *ALIASES, *RETIRED)
 
 
-def parse(arguments: Sequence[str], also: Sequence[str] = ()) -> Config:
+def parse(
+    arguments: Sequence[str], also: Sequence[str] = (), not_from_file: Collection[str] = ()
+) -> Config:
     """Parse a command line; raises ConfigError if it is wrong. With --print_config, print the result and exit.
 
-    `also` are flags that the program has taken already; a misspelled flag may have meant one of them.
+    also: flags that the program has taken already; a misspelled flag may have meant one of them. not_from_file: flags
+    whose values in the configuration file are ignored.
     """
     from_command_line = vars(_parser().parse_args(arguments, also=also))
     file = from_command_line.pop("config", None)
     names_to_print = from_command_line.pop("print_config", None)
     from_file = {} if file is None else read_yaml(file)
+    from_file = {
+        key: raw for key, raw in from_file.items() if ALIASES.get(key, key) not in not_from_file
+    }
     config = from_values(from_file, from_command_line)
 
     if names_to_print is not None:

@@ -1,7 +1,7 @@
 """Command-line parser of the tools. It rejects out-of-range values before anything heavy is imported."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sage_grpo.config.command_line import Parser
@@ -43,7 +43,9 @@ class ToolParser(Parser):
                 )
         return known, rest
 
-    def parse_with_config(self, args: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
-        """Parse the tool's own flags, and all others as flags of post_train.py."""
+    def parse_with_config(
+        self, args: Sequence[str] | None, not_from_file: Collection[str] = ()
+    ) -> tuple[argparse.Namespace, Config]:
+        """Parse the tool's own flags, and all others as flags of post_train.py, except some in a configuration file."""
         known, rest = self.parse_known_args(args)
-        return known, parse(rest, self.flags)
+        return known, parse(rest, self.flags, not_from_file)

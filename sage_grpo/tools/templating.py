@@ -8,7 +8,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from sage_grpo.files.foreign import read_bytes
 from sage_grpo.tools.paired import number
+
+MAX_VIDEO_BYTES = 1 << 30
 
 ENVIRONMENT = jinja2.Environment(
     loader=jinja2.ChoiceLoader(
@@ -41,8 +44,8 @@ def inline_svg(svg: str, label: str) -> Markup:
 
 
 def data_uri(video: Path) -> str:
-    """An mp4 file as a data URI, which needs no other file."""
-    return f"data:video/mp4;base64,{b64encode(video.read_bytes()).decode()}"
+    """An mp4 file as a link that needs no other file."""
+    return f"data:video/mp4;base64,{b64encode(read_bytes(video, MAX_VIDEO_BYTES)).decode()}"
 
 
 ENVIRONMENT.filters["number"] = number

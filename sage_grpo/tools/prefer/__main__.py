@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_grpo.config.command_line import answer_early, answering
-from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.fields import FIELDS, ConfigError, flag_info
 from sage_grpo.tools.options import ToolParser
 
 PROGRAM = "python -m sage_grpo.tools.prefer"
@@ -33,8 +33,9 @@ LABEL = """Serve the labeling page: two clips of one prompt side by side, names 
 
 SOURCEs come first: runs (their newest checkpoints), checkpoints, a model folder (its own weights), or folders of clips
 that generate.py wrote. With one SOURCE, its own clips of a prompt are compared; without any, an existing study is
-continued. Clips of models are sampled first, with the validation prompts, seeds and settings of the first run's
-configuration; every flag of post_train.py changes them.
+continued. Clips of models are sampled first, with the settings of the first run's configuration; every flag of
+post_train.py changes them. A run may come from others, so prompts and caches are not taken from there by themselves:
+--validation_prompts names the prompts, or --config RUN/config.yaml takes everything.
 
 The page is served on this machine alone; each rater has a secret address. Over SSH: ssh -L 8920:127.0.0.1:8920 HOST.
 """
@@ -57,11 +58,35 @@ def share(text: str) -> float:
     return value
 
 
+def answers_file(text: str) -> Path:
+    """The path of an answers file, beside which pages and JSON of the same name are written."""
+    path = Path(text)
+    if path.suffix != ".jsonl":
+        raise argparse.ArgumentTypeError(
+            f"{text} does not end in .jsonl, so a page might replace it; rename it"
+        )
+    return path
+
+
+def page_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix != ".html":
+        raise argparse.ArgumentTypeError(
+            f"{text} does not end in .html; the JSON beside it would replace it, or the page the answers"
+        )
+    return path
+
+
+# Folders of weights, which the configuration of a run may name. A run may come from others, and its other paths
+# (prompts, caches, a judge's rubric) could be any file of the user.
+FROM_RUN = ("pretrained_model_root", "reward_path")
+
+
 def parse_label(arguments: Sequence[str]) -> Any:
     parser = ToolParser(f"{PROGRAM} label", LABEL)
     parser.usage = f"{PROGRAM} label [SOURCE ...] --output FILE [--FLAG VALUE ...]"
     add = parser.add_argument
-    add("--output", type=Path, required=True, metavar="FILE", help="answers file, .jsonl")
+    add("--output", type=answers_file, required=True, metavar="FILE", help="answers file, .jsonl")
     add(
         "--raters",
         nargs="+",
@@ -102,7 +127,7 @@ def parse_label(arguments: Sequence[str]) -> Any:
         metavar="N",
         dest="seed",
         default=0,
-        help="seed of pairs, orders and sides",
+        help="seed of the choice of pairs; orders and sides are secret",
     )
     add("--port", type=int, metavar="N", default=8920, help="port on 127.0.0.1; 0: any free one")
     add(
@@ -117,24 +142,29 @@ def parse_label(arguments: Sequence[str]) -> Any:
     words = list(arguments[len(sources) :])
     has_config = any(word.partition("=")[0] == "--config" for word in words)
     file = None if has_config else config_file(sources)
+    not_from_file: list[str] = []
     if file is not None:
         words += ["--config", str(file)]
-    options, config = parser.parse_with_config(words)
+        not_from_file = [name for name in FIELDS if flag_info(name).is_path]
+        not_from_file = [name for name in not_from_file if name not in FROM_RUN]
+    options, config = parser.parse_with_config(words, not_from_file)
     options.sources = sources
+    options.config_file = file
     return options, config
 
 
 def config_file(sources: Sequence[Path]) -> Path | None:
     """The configuration of the first run among the sources: of a run folder, or of a checkpoint's run.
 
-    Folders of clips need none.
+    Other folders, such as a model's, have none that counts.
     """
     for source in sources:
-        if (source / "clips.json").is_file() or any(source.glob("*.mp4")):
-            continue
-        for place in (source, *source.resolve().parents[:2]):
-            if (place / "config.yaml").is_file():
-                return place / "config.yaml"
+        place = source.resolve()
+        is_checkpoint = place.parent.name == "checkpoints" and place.name.startswith("step-")
+        run = place.parents[1] if is_checkpoint else source
+        is_run = (run / "checkpoints").is_dir() and not (run / "model_index.json").exists()
+        if is_run and (run / "config.yaml").is_file():
+            return run / "config.yaml"
     return None
 
 
@@ -149,11 +179,11 @@ JSON is written beside the page. The report and the model card of a run show RUN
 def parse_result(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ToolParser(f"{PROGRAM} result", RESULT)
     parser.add_argument(
-        "answers", type=Path, metavar="FILE", help="answers file that `label` wrote"
+        "answers", type=answers_file, metavar="FILE", help="answers file that `label` wrote"
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=page_file,
         metavar="FILE",
         help="page to write, .html (default: beside the answers, with the same name)",
     )

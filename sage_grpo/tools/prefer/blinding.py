@@ -27,18 +27,21 @@ def blind_copies(sources: Sequence[Path], folder: Path, seed: int) -> list[str]:
 
 
 def strip(source: Path, target: Path) -> None:
-    """Copy the video stream of an mp4 without re-encoding: no tags, no dates, no name or settings of the encoder."""
-    command = [get_ffmpeg_exe(), "-v", "error", "-nostdin", "-y", "-protocol_whitelist", "file"]
+    """Copy the H.264 stream of an mp4 without re-encoding: no tags, dates or chapters, nothing about the encoder."""
+    target.unlink(missing_ok=True)  # nothing is written through a link
+    command = [get_ffmpeg_exe(), "-v", "error", "-nostdin", "-n", "-protocol_whitelist", "file"]
     command += ["-f", "mp4", "-i", f"file:{source.resolve()}", "-map", "0:v:0", "-c", "copy"]
-    # the encoder writes its settings into units of type 6, supplemental information, which no player needs
-    command += ["-map_metadata", "-1", "-fflags", "+bitexact", "-flags:v", "+bitexact"]
-    command += ["-bsf:v", "filter_units=remove_types=6", "-movflags", "+faststart"]
+    command += ["-map_metadata", "-1", "-map_chapters", "-1"]
+    command += ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-movflags", "+faststart"]
+    # slices and parameter sets alone: encoders write their settings into others. The second filter rejects other codecs
+    command += ["-bsf:v", "filter_units=pass_types=1-5|7-8,h264_metadata"]
     command += ["-f", "mp4", f"file:{target.resolve()}"]
     process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if process.returncode or not target.is_file():
         target.unlink(missing_ok=True)
         raise ValueError(
-            f"{source} cannot be used as an H.264 clip in mp4 ({printable(process.stderr)})"
+            f"{source} cannot be used as an H.264 clip in mp4 ({printable(process.stderr)}); convert all clips "
+            "of that system alike, with `ffmpeg -i INPUT -c:v libx264 -crf 8 -pix_fmt yuv420p OUTPUT.mp4`"
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from sage_grpo import __version__
 from sage_grpo.algo.preference import THETA, outcome_probabilities, tie_losses
 from sage_grpo.exit_codes import DONE, FAILED
+from sage_grpo.files.foreign import new_folder
 from sage_grpo.files.json_files import write_json
 from sage_grpo.rewards.videoalign.adapter import adapter_size
 from sage_grpo.rewards.videoalign.folder import DIMENSIONS, check_folder
@@ -37,7 +38,7 @@ from sage_grpo.tools.prefer.heads import (
 )
 from sage_grpo.tools.prefer.lora import LARGE, LoraLearner, Recipe
 from sage_grpo.tools.prefer.statistics import Share, share
-from sage_grpo.tools.prefer.study import Study, StudyError
+from sage_grpo.tools.prefer.study import Study, StudyError, clip_path
 from sage_grpo.tools.prefer.study_clips import StudyClips
 from sage_grpo.tools.templating import render
 
@@ -45,6 +46,7 @@ MIN_PROMPTS = 10
 BINS = 5  # of calibration
 RESAMPLES = 400  # of a bootstrap
 GB = 1e9  # bytes
+MARKER = "made-by-prefer-learn"  # file in the folder OUTPUT.partial, which is deleted in the end
 
 
 def learn(options: argparse.Namespace) -> int:
@@ -55,12 +57,14 @@ def learn(options: argparse.Namespace) -> int:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     open_reward = partial(VideoAlign, options.base, device, dtype)
-    draft = options.output.with_name(options.output.name + ".partial")
-    clips = StudyClips(open_reward(), study, options.answers, draft, clips_key(options))
+    draft = options.output.with_name(f"{options.output.name}.partial")
+    key = clips_key(options, study, device, dtype)
+    clips = StudyClips(open_reward(), study, options.answers, draft, key)
     comparisons = comparisons_of(study, answers, clips.reward.norm)
     training, held_out = split(comparisons, options.holdout, options.seed)
     print(plan_line(clips, options, len(comparisons)), flush=True)
 
+    prepare_draft(draft)
     hidden = clips.hidden(keeps=options.method == "lora")
     old_head = full_head(clips.reward.head).cpu().double()
     losses = choose_strength(hidden, old_head, training, options.seed)
@@ -117,6 +121,18 @@ def learn(options: argparse.Namespace) -> int:
     shutil.rmtree(draft)
     print(f"wrote {options.output}; train with --reward_path {options.output}")
     return DONE
+
+
+def prepare_draft(draft: Path) -> None:
+    """Make the folder for what is computed, unless an earlier call has; any other folder of that name is left alone."""
+    if not draft.exists() and not draft.is_symlink():
+        marked = new_folder(draft)
+        (marked / MARKER).touch()
+        marked.rename(draft)
+    if draft.is_symlink() or not (draft / MARKER).is_file():
+        raise StudyError(
+            f"{draft} was not made by `learn`, which needs that name; move it away, or give another --output"
+        )
 
 
 # answers as comparisons
@@ -204,16 +220,16 @@ def lora_bytes(clips: StudyClips, rank: int, block_activations: float) -> float:
     return state + unit * (text.num_hidden_layers + block_activations)
 
 
-def clips_key(options: argparse.Namespace) -> str:
-    """What stored clips and hidden states depend on: the study, and the weights of the base."""
+def clips_key(options: argparse.Namespace, study: Study, device: str, dtype: torch.dtype) -> str:
+    """What stored clips and hidden states depend on: study and clips, the weights of the base, and where it runs."""
+    digest = hashlib.sha256(f"{device} {dtype}\n".encode())
     with options.answers.open("rb") as file:
-        digest = hashlib.sha256(file.readline())
-    for path in sorted(options.base.rglob("*")):
-        if path.is_file():
-            status = path.stat()
-            digest.update(
-                f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace")
-            )
+        digest.update(file.readline())
+    clips = [clip_path(options.answers, clip) for clip in study.clips]
+    weights = [path for path in sorted(options.base.rglob("*")) if path.is_file()]
+    for path in (*clips, *weights):
+        status = path.stat()
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
     return digest.hexdigest()[:16]
 
 

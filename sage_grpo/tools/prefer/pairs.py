@@ -1,4 +1,6 @@
-"""Which clips are compared, and what each rater is shown: order and sides are random, but follow from the study's seed.
+"""Which clips are compared, and what each rater is shown.
+
+Pairs follow from the study's seed, which may be known; order and sides from its secret, which no browser receives.
 
 A trial is one showing of a pair to a rater. Some pairs are shown twice, with sides swapped and other pairs in between,
 which measures how consistent a rater is.
@@ -73,7 +75,10 @@ def least_certain(
 
     missing = [clip for clip in clips for name in names if name not in clip.scores]
     if missing:
-        raise StudyError(f"the clip {missing[0].file} has no score; the reward failed on it")
+        raise StudyError(
+            f"the clip of prompt {missing[0].prompt!r:.80} with seed {missing[0].seed} has no score: "
+            "the reward failed on it; repeat the command to score it again"
+        )
     return sorted(pairs, key=difference)[:count]
 
 
@@ -91,7 +96,8 @@ class Trial:
 
 def trials(study: Study, rater: str) -> list[Trial]:
     """All trials of a rater, in order; each rater has an order and sides of their own."""
-    digest = hashlib.sha256(f"{study.seed}\0{rater}".encode(errors="replace")).digest()
+    key = study.secret or study.seed  # old studies have no secret
+    digest = hashlib.sha256(f"{key}\0{rater}".encode(errors="replace")).digest()
     rng = random.Random(digest)
     order = list(range(len(study.pairs)))
     if not study.ordered:

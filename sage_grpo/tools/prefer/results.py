@@ -12,6 +12,7 @@ from typing import Any
 
 from sage_grpo.escape import terminal_text
 from sage_grpo.exit_codes import DONE
+from sage_grpo.files.foreign import replace_text
 from sage_grpo.files.json_files import write_json
 from sage_grpo.runs.preferences import KIND
 from sage_grpo.tools.paired import aligned
@@ -42,7 +43,6 @@ def result(options: argparse.Namespace) -> int:
         raise StudyError(f"{options.answers} holds no answers yet")
     page = options.output or options.answers.with_suffix(".html")
     record = summarize(study, answers)
-    write_json(page.with_suffix(".json"), record)
     text = render(
         "result.html",
         title=f"Preferences: {' against '.join(study.systems)}",
@@ -50,7 +50,8 @@ def result(options: argparse.Namespace) -> int:
         tables=tables(record),
         disputed=disputed(study, answers, options.answers),
     )
-    page.write_text(text, encoding="utf-8", errors="replace")
+    replace_text(page, text)
+    write_json(page.with_suffix(".json"), record)
     shown = [
         aligned([[terminal_text(cell) for cell in row] for row in table.rows])
         for table in tables(record)

@@ -2,6 +2,7 @@
 
 Models are sampled by the machinery of `tools/evaluate.py`: same prompts, seeds and settings for all, each clip stored
 at once, so that a second call continues. Their clips and scores stay in `sampled/` of the study's folder of clips.
+Clips of an earlier attempt with other prompts or seeds may lie there as well; they are not part of the study.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from sage_grpo.files.json_files import read_object
 from sage_grpo.models.registry import device_for
 from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.runs.clips import LISTING, RECORD_KEYS, Record, beside, checked, read_listing
-from sage_grpo.tools.evaluate import Evaluation, system_names
+from sage_grpo.tools.evaluate import Evaluation, read_folder, stem, system_names
 from sage_grpo.tools.prefer.study import StudyClip
 from sage_grpo.train.checkpoint_folders import list_checkpoints
 from sage_grpo.train.validation import validation_sampling
@@ -64,8 +65,8 @@ def collect(
     seeds: Sequence[int] | None,
     reward: str | None,
     folder: Path,
-) -> tuple[tuple[str, ...], list[Sourced]]:
-    """Names of the systems, and all of their clips.
+) -> tuple[tuple[str, ...], list[Sourced], tuple[str, ...]]:
+    """Names of the systems, all of their clips, and the names of the reward's scores.
 
     reward: name of a reward that scores the clips of folders as well. folder: where sampled clips are kept.
     """
@@ -81,16 +82,14 @@ def collect(
     elif "base" not in systems:
         systems = {"base": None, **systems}
 
-    places: dict[str, Path] = {}
+    evaluated: dict[str, list[Path]] = {}
+    score_names: tuple[str, ...] = ()
     needs_model = bool(base or checkpoints)
     if needs_model or reward:
         config = replace(config, reward_model=(reward,)) if reward else config
-        places, config = _evaluated(
+        evaluated, score_names, config = _evaluated(
             systems, config, seeds, checkpoints, folders, folder, reward is not None
         )
-    for name, path in systems.items():
-        if path in folders and path is not None and name not in places:
-            places[name] = path
 
     sampled_size = {}
     if needs_model:
@@ -99,9 +98,17 @@ def collect(
     sourced = []
     for number, (name, path) in enumerate(systems.items()):
         known = {} if path in folders else sampled_size
-        for record, file in _records(places[name]):
+        if name in evaluated:
+            records = _own_records(evaluated[name])
+        else:
+            assert path is not None  # the base model is always evaluated
+            records = _records_beside(path)
+        existing = [(record, file) for record, file in records if file.is_file()]
+        if not existing:
+            raise ConfigError(f"{path or name} holds no mp4 file with a record of its prompt")
+        for record, file in existing:
             sourced.append((file, _clip(known | record, number)))
-    return tuple(systems), sourced
+    return tuple(systems), sourced, score_names
 
 
 def _evaluated(
@@ -112,53 +119,62 @@ def _evaluated(
     folders: Sequence[Path],
     output: Path,
     scores_folders: bool,
-) -> tuple[dict[str, Path], Config]:
-    """Sample and score what is missing; returns where the clips of each system are, and the model's settings."""
+) -> tuple[dict[str, list[Path]], tuple[str, ...], Config]:
+    """Sample and score what is missing.
+
+    Returns the files that record the clips of each system, the names of the scores, and the model's settings.
+    """
     root = config.pretrained_model_root
     device = device_for(config.device, root, config.pretrained_transformer_version)
     options = argparse.Namespace(
         output=output, seeds=seeds, checkpoints=list(checkpoints), clips=list(folders)
     )
-    places = {}
+    records: dict[str, list[Path]] = {}
     with join_ranks(config.start_timeout, device_type=device) as ranks:
         evaluation = Evaluation(options, config, ranks)
         # people judge; the exact judge of the embedded world takes longer than sampling
         evaluation.world = None
         evaluation.check_settings(systems)
         for name, path in systems.items():  # the base model comes first: weights are loaded over it
-            place = output / name
-            if path in folders and path is not None:
-                if scores_folders:
-                    place.mkdir(parents=True, exist_ok=True)
-                    evaluation.score_files(path, place)
-                    places[name] = place
+            is_folder = path in folders
+            if is_folder and not scores_folders:
                 continue
+            place = output / name
             place.mkdir(parents=True, exist_ok=True)
-            evaluation.generate(path, place)
-            places[name] = place
-        return places, evaluation.config
+            if is_folder:
+                evaluation.score_files(path, place)
+                stems = [Path(entry["file"]).stem for entry in read_folder(path)]
+            else:
+                evaluation.generate(path, place)
+                stems = list(dict.fromkeys(map(stem, evaluation.requests)))
+            records[name] = [place / f"{name_of_clip}.json" for name_of_clip in stems]
+        return records, evaluation.reward.names, evaluation.config
 
 
-def _records(folder: Path) -> list[tuple[Record, Path]]:
-    """Records of a folder's clips and their files, as generate.py, a validation or `evaluate` wrote them."""
+def _own_records(files: Sequence[Path]) -> list[tuple[Record, Path]]:
+    """Records that `_evaluated` wrote, and the files of their clips: full paths, if a folder of clips was scored."""
+    records = [checked(read_object(file), str(file)) for file in files]
+    return [
+        (record, file.parent / record["file"]) for record, file in zip(records, files, strict=True)
+    ]
+
+
+def _records_beside(folder: Path) -> list[tuple[Record, Path]]:
+    """Records of a folder's clips and their files, as generate.py or a validation wrote them.
+
+    The folder may come from others: only files in it are clips.
+    """
     listing = folder / LISTING
-    pairs = []
     if listing.is_file():
-        for record in read_listing(listing):
-            pairs.append((record, beside(listing, record["file"])))
+        records = read_listing(listing)
     else:
+        records = []
         for file in sorted(folder.glob("*.json")):
             values = read_object(file)
-            name = values.get("file", file.with_suffix(".mp4").name)
             if "prompt" in values:
-                record = checked(values | {"file": name}, str(file))
-                # `evaluate` scores clips where they are, and records their paths
-                video = Path(name) if Path(name).is_absolute() else beside(listing, name)
-                pairs.append((record, video))
-    found = [(record, video) for record, video in pairs if video.is_file()]
-    if not found:
-        raise ConfigError(f"{folder} holds no mp4 file with a record of its prompt")
-    return found
+                defaults = {"file": file.with_suffix(".mp4").name}
+                records.append(checked(defaults | values, str(file)))
+    return [(record, beside(listing, record["file"])) for record in records]
 
 
 def _clip(record: Record, system: int) -> StudyClip:

@@ -2,6 +2,8 @@
 
 prefs.jsonl            line 1: the study; then one line per answer or undo
 prefs.clips/0042.mp4   the clips, numbered at random and without metadata
+
+A study may come from others: its clips are regular files in its own folder, which is not a link.
 """
 
 import math
@@ -10,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sage_grpo.files.foreign import read_bytes
 from sage_grpo.runs.clips import beside
+from sage_grpo.runs.history import as_float
 
 VERSION = 1
 # question -> what the page asks; "overall" alone, or VideoAlign's three
@@ -26,6 +30,8 @@ TIE = "tie"
 BAD = "bad"  # both are bad; counts as a tie
 CHOICES = (LEFT, RIGHT, TIE, BAD)
 MAX_NAME_LENGTH = 64  # characters of a rater's name
+MAX_CLIP_BYTES = 1 << 30
+SUFFIX = ".jsonl"  # of an answers file: pages and JSON beside it have other ones
 
 
 class StudyError(ValueError):
@@ -56,9 +62,10 @@ class Study:
     # indices of clips, which are by different systems or by the same
     pairs: tuple[tuple[int, int], ...]
     repeat: float = 0.1  # share of the pairs that each rater sees twice
-    seed: int = 0  # of orders and sides
+    seed: int = 0  # of the choice of pairs
     ordered: bool = False  # whether pairs are shown in the order above: those worth most come first
     created: str = ""
+    secret: str = ""  # orders and sides follow from it, so that no rater can compute them; empty in old studies
 
     def prompt(self, pair: int) -> str:
         return self.clips[self.pairs[pair][0]].prompt
@@ -66,14 +73,22 @@ class Study:
 
 def clips_folder(answers: Path) -> Path:
     """Where the clips of a study are."""
-    return answers.with_suffix(".clips")
+    folder = answers.with_suffix(".clips")
+    if folder.is_symlink():
+        raise StudyError(f"{folder} is a link, which is not followed; replace it by the folder")
+    return folder
 
 
 def clip_path(answers: Path, clip: StudyClip) -> Path:
-    """The file of a clip, which must lie in the study's folder of clips: the study may come from others."""
+    """The file of a clip, which must lie in the study's folder of clips."""
     if not clip.file.endswith(".mp4"):
         raise StudyError(f"{answers} names the clip {clip.file!r:.60}, which is not an mp4 file")
     return beside(clips_folder(answers) / answers.name, clip.file)
+
+
+def read_clip(answers: Path, clip: StudyClip) -> bytes:
+    """The content of a clip's file; refuses a link, a pipe, a device and too many bytes."""
+    return read_bytes(clip_path(answers, clip), MAX_CLIP_BYTES)
 
 
 # the first line of the file
@@ -88,6 +103,7 @@ def to_record(study: Study) -> dict[str, Any]:
         "questions": list(study.questions),
         "repeat": study.repeat,
         "seed": study.seed,
+        "secret": study.secret,
         "ordered": study.ordered,
         "clips": [vars(clip) | {"scores": dict(clip.scores)} for clip in study.clips],
         "pairs": [list(pair) for pair in study.pairs],
@@ -112,6 +128,7 @@ def from_record(record: Any, where: str) -> Study:
             seed=int(record["seed"]),
             ordered=bool(record["ordered"]),
             created=_text(record["created"]),
+            secret=_text(record.get("secret", "")),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StudyError(
@@ -124,12 +141,14 @@ def from_record(record: Any, where: str) -> Study:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is not a text")
+    value.encode()  # rejects halves of characters (surrogates), which JSON can name but no page can show
     return value
 
 
 def _clip(values: Any) -> StudyClip:
-    scores = {_text(name): float(score) for name, score in values["scores"].items()}
-    scores = {name: score for name, score in scores.items() if math.isfinite(score)}
+    if not isinstance(values, dict) or not isinstance(values.get("scores"), dict):
+        raise TypeError(f"{values!r:.60} is not a clip with scores")
+    scores = {_text(name): _score(value) for name, value in values["scores"].items()}
     return StudyClip(
         file=_text(values["file"]),
         system=int(values["system"]),
@@ -140,6 +159,13 @@ def _clip(values: Any) -> StudyClip:
         width=int(values["width"]),
         scores=scores,
     )
+
+
+def _score(value: Any) -> float:
+    score = as_float(value, "a score")
+    if math.isnan(score):  # squares of what is too large overflow
+        raise ValueError(f"the score {value!r:.40} is no usable number")
+    return score
 
 
 def _pair(values: Any) -> tuple[int, int]:
@@ -158,7 +184,8 @@ def _check(study: Study, where: str) -> None:
     if any(not (0 <= a < num_clips and 0 <= b < num_clips) or a == b for a, b in study.pairs):
         problems.append("a pair names a clip that is not listed")
     unknown = [name for name in study.questions if name not in QUESTIONS]
-    if unknown or not study.questions:
+    is_repeated = len(set(study.questions)) < len(study.questions)
+    if unknown or is_repeated or not study.questions:
         problems.append(f"its questions are {', '.join(study.questions)[:60]}")
     if not 0 <= study.repeat <= 1:
         problems.append(f"repeat is {study.repeat:g}")

@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from sage_grpo.files.foreign import open_regular
 from sage_grpo.rewards.videoalign.reward import VideoAlign
 from sage_grpo.runs.media import read_mp4, reduced
-from sage_grpo.tools.prefer.study import Study, clip_path
+from sage_grpo.tools.prefer.study import MAX_CLIP_BYTES, Study, clip_path
 
 BATCH = 16  # clips per forward
 
@@ -47,7 +48,9 @@ class StudyClips:
             stored = load_file(file)
             times, height, width = stored["grid"].tolist()
             return stored["patches"], (times, height, width)
-        video, fps = read_mp4(clip_path(self.answers, self.study.clips[number]))
+        path = clip_path(self.answers, self.study.clips[number])
+        with open_regular(path, MAX_CLIP_BYTES):  # a pipe would be waited for
+            video, fps = read_mp4(path)
         patches, grid = self.cut(video, fps, number)
         if keeps:
             tensors = {"patches": patches.cpu().contiguous(), "grid": torch.tensor(grid)}

@@ -1,9 +1,12 @@
 """Copies of clips that do not tell where they come from."""
 
+import subprocess
+
 import pytest
+from imageio_ffmpeg import get_ffmpeg_exe
 
 from sage_grpo.runs.media import read_mp4, write_mp4
-from sage_grpo.tools.prefer.blinding import MIN_BOX, blind_copies, equal_size, padded
+from sage_grpo.tools.prefer.blinding import MIN_BOX, blind_copies, equal_size, padded, strip
 from tests.tools.prefer.studies import draw_clip
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -29,6 +32,46 @@ def test_copies_have_random_numbers_no_metadata_and_the_same_pixels(sources, tmp
         for trace in (b"x264", b"Lavf", b"Lavc", b"secret"):
             assert trace not in copy.read_bytes()
         assert read_mp4(copy)[0].equal(read_mp4(source)[0])
+
+
+def test_tags_and_chapters_of_a_clip_from_others_do_not_stay(sources, tmp_path):
+    tags = tmp_path / "tags.txt"
+    tags.write_text(
+        ";FFMETADATA1\ntitle=secret\n[CHAPTER]\nTIMEBASE=1/1000\nSTART=0\nEND=500\ntitle=secret\n"
+    )
+    words = ["-i", tags, "-map_metadata", "1", "-map_chapters", "1", "-c", "copy"]
+    words += ["-metadata:s:v", "handler_name=secret", "-timecode", "01:02:03:04"]
+    convert(sources[0], *words, tmp_path / "tagged.mp4")
+    strip(tmp_path / "tagged.mp4", tmp_path / "copy.mp4")
+    copy = (tmp_path / "copy.mp4").read_bytes()
+    for trace in (b"secret", b"chpl", b"tmcd"):
+        assert trace in (tmp_path / "tagged.mp4").read_bytes()
+    for trace in (b"secret", b"chpl", b"chap", b"tmcd", b"text"):
+        assert trace not in copy
+    assert copy.count(b"trak") == 1
+
+
+@pytest.mark.parametrize("codec", ["libx265", "mpeg4"])
+def test_other_codecs_which_keep_the_settings_of_their_encoders_are_refused(
+    sources, tmp_path, codec
+):
+    convert(sources[0], "-c:v", codec, tmp_path / "a.mp4")
+    with pytest.raises(ValueError, match=r"a\.mp4 cannot be used as an H\.264 clip.*libx264"):
+        strip(tmp_path / "a.mp4", tmp_path / "copy.mp4")
+    assert not (tmp_path / "copy.mp4").exists()
+
+
+def convert(source, *words):
+    command = [get_ffmpeg_exe(), "-v", "error", "-i", source, *words]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+
+
+def test_a_copy_replaces_a_link_of_its_name(sources, tmp_path):
+    (tmp_path / "private").write_text("mine")
+    (tmp_path / "copy.mp4").symlink_to("private")
+    strip(sources[0], tmp_path / "copy.mp4")
+    assert (tmp_path / "private").read_text() == "mine"
+    assert not (tmp_path / "copy.mp4").is_symlink()
 
 
 def test_padding_changes_the_size_alone(sources, tmp_path):

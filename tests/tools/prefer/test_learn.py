@@ -23,9 +23,9 @@ from sage_grpo.tools.prefer.heads import (
     prompt_folds,
     raw_scores,
 )
-from sage_grpo.tools.prefer.learn import calibration, judged
+from sage_grpo.tools.prefer.learn import calibration, clips_key, judged, prepare_draft
 from sage_grpo.tools.prefer.pairs import Trial
-from sage_grpo.tools.prefer.study import Study, StudyClip, clips_folder
+from sage_grpo.tools.prefer.study import Study, StudyClip, StudyError, clips_folder
 from sage_grpo.tools.prefer.study_clips import StudyClips
 from sage_grpo.worlds.shapes.world import ShapesWorld
 
@@ -240,6 +240,41 @@ def test_a_killed_call_continues_and_another_base_starts_anew(clips, tmp_path, m
     assert len(seen) == 20 + 24 - study_clips.BATCH
     hidden_states("draft", "other")
     assert len(seen) == 20 + 24 - study_clips.BATCH + 24
+
+
+def test_a_folder_of_others_is_neither_continued_nor_deleted(tmp_path):
+    draft = tmp_path / "reward.partial"
+    prepare_draft(draft)
+    (draft / "key-000000.safetensors").write_text("states")
+    prepare_draft(draft)  # a second call continues it
+    assert (draft / "key-000000.safetensors").is_file()
+
+    foreign = tmp_path / "foreign.partial"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    link = tmp_path / "link.partial"
+    link.symlink_to(draft)
+    for place in (foreign, link):
+        with pytest.raises(StudyError, match="was not made by `learn`"):
+            prepare_draft(place)
+    assert (foreign / "thesis.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {draft.name, foreign.name, link.name}
+
+
+def test_stored_states_belong_to_the_device_the_precision_and_the_clips(clips, tmp_path):
+    answers = write_study(tmp_path / "prefs.jsonl", clips, True, prompts=2)
+    study, _ = read_answers(answers)
+    words = ["learn", str(answers), "--base", str(BASE), "--output", str(tmp_path / "reward")]
+    _, options = parse_arguments(words)
+
+    def key(device="cpu", dtype=torch.float32):
+        return clips_key(options, study, device, dtype)
+
+    keys = [key(), key(device="cuda"), key(dtype=torch.bfloat16)]
+    assert key() == keys[0]
+    (clips_folder(answers) / "1.mp4").write_bytes(encoded(7))
+    keys.append(key())
+    assert len(set(keys)) == 4
 
 
 @pytest.mark.parametrize("flag", ["--rank=4", "--epochs=8", "--learning_rate=1e-3", "--batch=2"])

@@ -73,7 +73,7 @@ def test_pairs_are_spread_over_prompts_and_systems():
 def test_the_least_certain_pairs_come_first():
     one = clips(1, prompts=1, numbers=4)  # scores 0, 1, 4, 9
     assert least_certain(one, candidates(one), 3, ["VQ"]) == [(0, 1), (1, 2), (0, 2)]
-    with pytest.raises(StudyError, match="has no score"):
+    with pytest.raises(StudyError, match="'prompt 0' with seed 0 has no score"):
         least_certain(one, candidates(one), 3, ["TA"])
 
 
@@ -97,6 +97,15 @@ def test_orders_and_sides_differ_by_rater_and_seed_and_are_the_same_every_time()
     assert same != trials(study(50, seed=1), "ann")
     ordered = [trial.pair for trial in trials(study(50, ordered=True, repeat=0.0), "ann")]
     assert ordered == list(range(50))
+
+
+def test_orders_and_sides_follow_from_the_secret_of_a_study():
+    one = trials(study(50, secret="a"), "ann")
+    assert one == trials(study(50, secret="a"), "ann")
+    assert one != trials(study(50, secret="b"), "ann")
+    assert one != trials(study(50), "ann")
+    # studies without a secret go on as they began
+    assert [trial.pair for trial in trials(study(6, repeat=0.0), "ann")] == [5, 4, 3, 1, 0, 2]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

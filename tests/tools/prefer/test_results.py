@@ -1,11 +1,12 @@
 """The result of a study: numbers, page, JSON, and where a run shows it."""
 
 import json
+import os
 import re
+from contextlib import suppress
 
 import pytest
 
-from sage_grpo.files.foreign import Refused
 from sage_grpo.runs import card
 from sage_grpo.runs.history import RunError, RunHistory
 from sage_grpo.runs.preferences import read_preferences
@@ -101,11 +102,59 @@ def test_the_page_and_its_json(tmp_path, capsys):
     assert (row.system, row.raters, row.answers) == (SYSTEMS[1], 2, 8)
 
 
-def test_preferences_behind_a_link_are_not_read(tmp_path):
-    (tmp_path / "elsewhere").write_text(json.dumps(RECORD))
-    (tmp_path / "preferences.json").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Refused, match=r"preferences\.json is a link"):
-        read_preferences(tmp_path)
+def test_a_result_replaces_no_other_file_and_writes_through_no_link(tmp_path, capsys):
+    file = new_study(tmp_path / "prefs.jsonl")
+    answer_all(file, "ann", lambda pair, left: "left")
+    file.close()
+    answers = file.path.read_bytes()
+    for name in ("prefs.json", "prefs.html", "prefs"):
+        (tmp_path / name).write_bytes(answers)
+    for words in (
+        ["prefs.json"],
+        ["prefs.html"],
+        ["prefs"],
+        ["prefs.jsonl", "--output", "prefs.jsonl"],
+        ["prefs.jsonl", "--output", "prefs.json"],
+        ["prefs.jsonl", "--output", "x.json"],
+    ):
+        places = [word if word == "--output" else str(tmp_path / word) for word in words]
+        with pytest.raises(SystemExit) as stop:
+            main(["result", *places])
+        assert stop.value.code == 2
+        assert "does not end in" in capsys.readouterr().err
+    for name in ("prefs.jsonl", "prefs.json", "prefs.html", "prefs"):
+        assert (tmp_path / name).read_bytes() == answers
+
+    private = tmp_path / "private"
+    private.write_text("mine")
+    for suffix in (".html", ".json"):
+        file.path.with_suffix(suffix).unlink()
+        file.path.with_suffix(suffix).symlink_to(private)
+    assert main(["result", str(file.path)]) == 0
+    assert private.read_text() == "mine"
+
+
+def test_a_page_shows_no_clip_that_is_a_pipe_or_lies_behind_a_link(tmp_path):
+    file = new_study(tmp_path / "prefs.jsonl")
+    for rater, choice in (("ann", "left"), ("bob", "right")):
+        answer_all(file, rater, lambda pair, left, choice=choice: choice)
+    file.close()
+    folder = tmp_path / "prefs.clips"
+    for clip in folder.iterdir():
+        clip.unlink()
+        os.mkfifo(clip)
+    assert shows_no_clip(file.path)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to("elsewhere")
+    assert shows_no_clip(file.path)
+
+
+def shows_no_clip(answers):
+    """Whether `result` ends, with a page or without one, and no clip is on it."""
+    with suppress(SystemExit):
+        main(["result", str(answers)])
+    page = answers.with_suffix(".html")
+    return not page.exists() or "data:video" not in page.read_text()
 
 
 def test_there_is_no_result_without_answers(tmp_path, capsys):
