@@ -1,6 +1,7 @@
 """From runs, checkpoints and folders of clips to a study: what is sampled, paired and stored."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from sage_grpo.tools.prefer.answers import read_answers
 from sage_grpo.tools.prefer.label import open_study
 from sage_grpo.tools.prefer.study import StudyError, clip_path
 from tests.smallest_run import PROMPTS, command_line
-from tests.tools.prefer.studies import SIDE, draw_clip
+from tests.tools.prefer.studies import SIDE, draw_clip, new_study
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -107,6 +108,18 @@ def test_pairs_of_which_the_reward_is_unsure_come_first(flags, quick, tmp_path):
 
 def total(clip):
     return sum(clip.scores.values())
+
+
+@pytest.mark.parametrize("port", ["taken", 99999, -5])
+def test_a_port_that_cannot_be_used_is_one_sentence(tmp_path, port, capfd):
+    output = str(tmp_path / "prefs.jsonl")
+    new_study(tmp_path / "prefs.jsonl").close()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1] if port == "taken" else port
+        with pytest.raises(SystemExit) as stop:
+            main(["label", "--output", output, f"--port={port}"])
+    assert stop.value.code == 2
+    assert capfd.readouterr().err.endswith(f"port {port} cannot be used; give another --port\n")
 
 
 @pytest.mark.parametrize("words, message", [
