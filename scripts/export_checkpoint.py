@@ -151,7 +151,14 @@ def export(
         for file in sorted(path for path in draft.rglob("*") if path.is_file()):
             manifest.sync(file)
             hashes[file.relative_to(draft).as_posix()] = manifest.file_sha256(file)
-        manifest.commit(draft, output, hashes)
+        try:
+            manifest.commit(draft, output, hashes, replaces=False)
+        except OSError as error:
+            if os.path.lexists(output):
+                raise ValueError(
+                    f"--output {output} appeared during the export; name another folder"
+                ) from error
+            raise
     finally:
         shutil.rmtree(drafts)
 
@@ -169,7 +176,7 @@ def write_card(checkpoint: Path, folder: Path, layout: str, model_path: Path | N
         config = state["config"]
         root = model_path or Path(config["pretrained_model_root"])
         backbone = open_backbone(root, version=version_of(config, root), complete=False)
-        prints = state.get("fingerprints", {})
+        prints = state["fingerprints"]
         adapters = saved_adapters(checkpoint)
         # the checkpoint first: the folder of the model may not be here
         experts = list(adapters) or exported_transformers(checkpoint) or list(backbone.experts)

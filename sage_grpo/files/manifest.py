@@ -35,11 +35,16 @@ def sync(path: Path) -> None:
 
 
 def commit(
-    draft: Path, target: Path, hashes: Mapping[str, str], on_sync: Callable[[], None] = lambda: None
+    draft: Path,
+    target: Path,
+    hashes: Mapping[str, str],
+    on_sync: Callable[[], None] = lambda: None,
+    replaces: bool = True,
 ) -> None:
     """Write a finished draft's manifest and rename the draft to `target`.
 
-    A draft with a manifest is complete: it replaces an existing target, which is deleted only after that.
+    A draft with a manifest is complete: it replaces an existing target, which is deleted only after that. Unless
+    `replaces`, a target that is more than an empty folder is an OSError.
     `hashes`: SHA-256 by file name; the files must be on disk. `on_sync` is called after each wait for the disk.
     """
     missing = [name for name in hashes if not (draft / name).is_file()]
@@ -66,7 +71,7 @@ def commit(
     wait_for_disk(draft)
 
     # 3. the folder takes the place of an older one
-    replaced = _set_aside(target) if os.path.lexists(target) else None
+    replaced = _set_aside(target) if replaces and os.path.lexists(target) else None
     os.rename(draft, target)
     wait_for_disk(target.parent)
     if replaced:

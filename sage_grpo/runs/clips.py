@@ -135,6 +135,13 @@ def checked(record: Any, where: str) -> Record:
     """A record with all of its parts; one that lacks file or prompt, or has a part of another kind, is rejected."""
     defaults = {"seed": 0} | {key: {} for key in RECORD_KEYS.values()}
     record = defaults | (record if isinstance(record, dict) else {})
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which no page can show
+        text = error.object[error.start : error.end]
+        raise RunError(
+            f"{where} has {text!r}, which is not a character; correct or delete that entry"
+        ) from error
     for name, kind in REQUIRED.items():
         if not isinstance(record.get(name), kind):
             raise RunError(

@@ -155,7 +155,10 @@ class RunFolder:
             self.tracker.write(kind, step, record)
 
     def log_start(self, step: int, record: dict[str, Any]) -> None:
-        """Write the line that marks a start or a resume, and one that ends a series if its yardstick changed."""
+        """Write the line that marks a start or a resume; before it, one that ends a series if its yardstick changed.
+
+        A run that is killed in between then knows the old yardstick, and of the break.
+        """
         broken = self._yardstick_changes(step, record.get("yardstick") or {})
         on_gpu = self.ranks.device.type == "cuda"
         about = {
@@ -168,10 +171,10 @@ class RunFolder:
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "ranks": self.ranks.world_size,
         }
-        self.log("run", step, about | record)
         if broken:
             self.log("break", step, broken)
             self.ranks.log_once(break_sentence({"step": step, **broken}))
+        self.log("run", step, about | record)
 
     def log_limits(self, step: int, measure: Callable[[], dict[str, Any]]) -> None:
         """Write the line of what samples can reach at best, which only reports show."""

@@ -88,11 +88,12 @@ class Gallery:
 
         The others stay spread over the run; the first and the newest are never removed.
         """
-        steps = sorted(step_folders(self.folder))
+        folders = step_folders(self.folder)
+        steps = sorted(folders)
         while len(steps) > max(self.most, 2):
             inner = range(1, len(steps) - 1)
             crowded = min(inner, key=lambda i: steps[i + 1] - steps[i - 1])
-            shutil.rmtree(self.folder / f"step-{steps.pop(crowded):06d}")
+            shutil.rmtree(folders[steps.pop(crowded)])
 
     def finish(self) -> None:
         """Wait for the pair that is being written."""
@@ -133,10 +134,15 @@ def step_folders(folder: Path) -> dict[int, Path]:
     }
 
 
-def read_gallery(run: Path) -> dict[int, tuple[Clip, Clip]]:
-    """The best and the worst clip by iteration, in order; pairs that are incomplete or damaged are left out."""
+def read_gallery(run: Path, last: float = math.inf) -> dict[int, tuple[Clip, Clip]]:
+    """The best and the worst clip by iteration, in order; pairs that are incomplete or damaged are left out.
+
+    last: the run's present iteration; a resume from before has made pairs of later ones void.
+    """
     pairs = {}
     for step, folder in sorted(step_folders(run / FOLDER).items()):
+        if step > last:
+            continue
         try:
             clips = read_clips(folder)
         except (RunError, OSError):

@@ -283,13 +283,9 @@ def yardstick_changes(
 ) -> Line | None:
     """A "break" line if results after iteration `step` will not be comparable with those so far; otherwise None.
 
-    yardstick: by series, what two results must share. There is no break if the last start that led to `step` had the
-    same yardstick, or if the run has no results yet.
+    yardstick: by series, what two results must share. There is no break if the starts that led to `step` had the same
+    yardstick, or if the run has no results yet.
     """
-    known = [line for line in run.starts if line["step"] <= step and line.get("yardstick")]
-    if not known:
-        return None
-    before = known[-1]["yardstick"]
     results = {
         "train": (*run.earlier_iteration_lines, run.iteration_lines),
         "validation": (*run.earlier_validations, run.validations),
@@ -298,9 +294,9 @@ def yardstick_changes(
     ended = []
     changed: dict[str, Any] = {}
     for name in SERIES:
-        old = before.get(name)
+        old = _last_known(run, name, step)
         has_results = any(line["step"] <= step for lines in results[name] for line in lines)
-        if not isinstance(old, dict) or not has_results:
+        if not has_results:
             continue
         differing = {
             key: [old[key], value]
@@ -317,6 +313,25 @@ def _last_yardstick(starts: Sequence[Line], step: int) -> Any:
     """The yardstick of the last start that led to iteration `step`; None if it recorded none."""
     known = [line["yardstick"] for line in starts if line["step"] <= step and line.get("yardstick")]
     return known[-1] if known else None
+
+
+def _last_known(run: RunHistory, name: str, step: int) -> dict[str, Any]:
+    """What the results of a series up to `step` share: the last value of each part of the yardstick since its break.
+
+    A part may be missing in some starts, such as a held-out reward that was left out for a while.
+    """
+    breaks = [line["step"] for line in run.breaks if name in _ended(line) and line["step"] <= step]
+    first = max(breaks, default=0)
+    starts: list[Line] = []  # that led to `step`; a resume from before makes later ones void
+    for line in run.starts:
+        starts = [earlier for earlier in starts if earlier["step"] <= line["step"]]
+        starts.append(line)
+    known: dict[str, Any] = {}
+    for line in starts:
+        part = (line.get("yardstick") or {}).get(name)
+        if first <= line["step"] <= step and isinstance(part, dict):
+            known |= part
+    return known
 
 
 def _ended(line: Line) -> list[str]:

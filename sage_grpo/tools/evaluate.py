@@ -12,6 +12,7 @@ or a file is wrong.
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ from sage_grpo.train.inputs import build_composite, reward_names, validation_req
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds.registry import check_prompts, world_of
 
+BASE = "base"  # name of the base model
 DAY = 24 * 3600.0  # seconds
 # flags that determine a clip's content and scores: two evaluations may share a folder only if these match
 SETTINGS = (
@@ -135,7 +137,7 @@ class Evaluation:
         settings: dict[str, Any] = {name: getattr(self.config, name) for name in SETTINGS}
         for name, value in self.reward.fingerprint().items():
             settings[f"reward {name}"] = value
-        if "base" in systems:
+        if BASE in systems:
             settings.update(self.backbone.fingerprints())
         for name, path in systems.items():
             if path:
@@ -262,18 +264,35 @@ def seeded(
 
 
 def system_names(checkpoints: Sequence[Path], clips: Sequence[Path]) -> dict[str, Path | None]:
-    """The systems by name; all others are compared with the first, the base model unless there are only clips."""
-    systems: dict[str, Path | None] = {}
-    if checkpoints or not clips:
-        systems["base"] = None
-    for path in (*checkpoints, *clips):
-        parts = path.resolve().parts[1:]  # without the root, which would escape the output folder
-        name = "-".join(part for part in parts[-3:] if part not in ("checkpoints", "validation"))
-        if systems.setdefault(name, path) != path:
-            raise ConfigError(
-                f"{path} and {systems[name]} would both be called {name}; rename one of their folders"
-            )
-    return systems
+    """The systems by name; all others are compared with the first, the base model unless there are only clips.
+
+    A name has as few of the last parts of a path as make it differ from all others: names are published, and the first
+    parts name users and projects.
+    """
+    paths = list(dict.fromkeys((*checkpoints, *clips)))
+    systems: dict[str, Path | None] = {} if clips and not checkpoints else {BASE: None}
+    names = short_names(paths) if paths else []
+    return systems | dict(zip(names, paths, strict=True))
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    parts = [name_parts(path) for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["-".join(each[-depth:]) for each in parts]
+        if len({"", BASE, *names}) == len(names) + 2:
+            return names
+    raise ConfigError(
+        f"the names of {', '.join(map(str, paths))} do not differ from each other and from {BASE}; rename a folder"
+    )
+
+
+def name_parts(path: Path) -> list[str]:
+    """The parts of a path that can name what is there; a step alone cannot, as every run has it."""
+    # without the root, which would escape the output folder
+    parts = [part for part in path.resolve().parts[1:] if part not in ("checkpoints", "validation")]
+    if len(parts) > 1 and re.fullmatch(r"step-\d+", parts[-1]):
+        parts[-2:] = [f"{parts[-2]}-{parts[-1]}"]
+    return parts
 
 
 def write_pages(output: Path, systems: Sequence[str]) -> str:

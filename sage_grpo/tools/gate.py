@@ -5,6 +5,7 @@ of another site cannot send. Works through an SSH tunnel (`ssh -L 8000:127.0.0.1
 """
 
 import hmac
+import json
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -103,9 +104,17 @@ def page_response(template: str, **values: Any) -> HTMLResponse:
     return HTMLResponse(html, headers={"Content-Security-Policy": POLICY.format(nonce=nonce)})
 
 
+class SafeJSONResponse(JSONResponse):
+    """JSON with a ? for what UTF-8 lacks, such as half a surrogate pair: one bad name does not take a page down."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode(errors="replace")
+
+
 def refusal(status: int, text: str) -> JSONResponse:
     """Closes the connection, as the rest of a body may still be in transit."""
-    return JSONResponse({"error": text}, status, headers={"Connection": "close"})
+    return SafeJSONResponse({"error": text}, status, headers={"Connection": "close"})
 
 
 async def http_refusal(request: Request, error: Exception) -> JSONResponse:
@@ -132,6 +141,13 @@ def build_server(app: ASGIApp, port: int, shutdown_seconds: int = 5) -> uvicorn.
 
 def listen(server: uvicorn.Server) -> tuple[socket.socket, str]:
     """The server's bound socket, and its address."""
-    listener = server.config.bind_socket()
-    listener.listen()
+    port = server.config.port
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+    except (OSError, OverflowError) as error:  # in use, not allowed, or no port at all
+        listener.close()
+        raise ValueError(f"port {port} cannot be used; give another --port") from error
     return listener, f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -38,23 +38,27 @@ from huggingface_hub.utils import validate_repo_id
 
 from sage_grpo.escape import markdown, without_folders
 from sage_grpo.files import foreign, manifest
-from sage_grpo.files.json_files import printable, read_object
+from sage_grpo.files.json_files import printable
 from sage_grpo.models import comfyui
 from sage_grpo.models.lora import LORA_FILES, read_adapter, saved_adapters
 from sage_grpo.runs.clips import Clip, pair_clips, read_clips
 from sage_grpo.runs.gallery import step_folders
 from sage_grpo.runs.history import RunError, read_run
 from sage_grpo.runs.preferences import read_preferences
+from sage_grpo.train.checkpoint import read_state
 from sage_grpo.train.export import is_one_of_two
 
 CARD = "README.md"
 CURVE = "curves.png"
 MAX_CLIPS = 4
+NO_PROMPTS = ("those of the model folder, or of sage-grpo",)
 MAX_CLIP_BYTES = 20_000_000
 HEADER_BYTES = 100_000_000  # most that a safetensors file has
 
-# An absolute path of at least two parts that is no part of an address or of a relative path.
-ABSOLUTE_PATH = re.compile(r"(?<![\w.:/)}~-])(?:/[\w.@+-]+){2,}|~/\w|\b[A-Z]:\\\w")
+# An absolute path of at least two parts that is no part of an address or of a relative path; a colon may be escaped.
+ABSOLUTE_PATH = re.compile(
+    r"(?<![\w./)}~])(?<!\w-)(?:/[\w.@+-]+){2,}|\bfile\\?:/+\w|~/\w|\b[A-Z]:\\\w"
+)
 
 Files = dict[str, Path]  # name in the repository -> file on this machine
 
@@ -194,12 +198,14 @@ def preferences(checkpoint: Path, card: str) -> str:
 
 def data(checkpoint: Path) -> str:
     """The card's section about the prompts, which are the only data of training."""
-    state = read_object(checkpoint / "trainer" / "state.json")
-    config = state.get("config") or {}
-    count = str((state.get("fingerprints") or {}).get("training prompts", "")).partition(",")[0]
+    state = read_state(checkpoint)
+    config = state["config"]
+    count = str(state["fingerprints"].get("training prompts", "")).partition(",")[0]
     lines = ["## Data", "", f"Training used {markdown(count)} prompts and no videos."]
     for kind, key in (("trained on", "train_prompts"), ("validated with", "validation_prompts")):
-        names = without_folders(config.get(key) or ["those of the model folder, or of sage-grpo"])
+        names = without_folders(config.get(key) or NO_PROMPTS, is_path=True)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{checkpoint} has {key} {names!r:.100}; a list of files is expected")
         lines.append(f"- {kind}: {', '.join(markdown(name) for name in names)}")
     return "\n".join([*lines, "", ""])
 

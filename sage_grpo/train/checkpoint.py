@@ -58,6 +58,7 @@ FIELD_TYPES: dict[str, Any] = {
     "anchor_age": int | None,
     "controller": dict,
     "config": dict,
+    "fingerprints": dict,
 }
 
 
@@ -117,6 +118,7 @@ def read_state(path: Path) -> dict[str, Any]:
         raise manifest.Damaged(f"{file} cannot be read ({type(error).__name__})") from error
     if not isinstance(numbers, dict):
         raise manifest.Damaged(f"{file} is not a JSON object")
+    numbers = {"fingerprints": {}} | numbers  # the first versions wrote none
     for name, kind in FIELD_TYPES.items():
         if name not in numbers or not isinstance(numbers[name], kind):
             raise manifest.Damaged(f"{file} has {name} {numbers.get(name)!r:.100}")
@@ -204,7 +206,7 @@ def _compare(
 ) -> None:
     """Refuse other base weights; log everything else that changed since the checkpoint was written."""
     now = plain_config(config) | flat(fingerprints)
-    before = numbers["config"] | flat(numbers.get("fingerprints", {}))
+    before = numbers["config"] | flat(numbers["fingerprints"])
     if before.get("base weights", now["base weights"]) != now["base weights"]:
         raise ConfigError(
             f"{path} was trained from other weights than those in {config.pretrained_model_root}; "

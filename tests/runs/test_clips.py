@@ -68,7 +68,7 @@ def test_clips_have_all_that_was_measured(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret", "/etc/passwd", "sub/clip.mp4", "a\0b", "\ud800", "x" * 300, "link.mp4"]
+    "name", ["../secret", "/etc/passwd", "sub/clip.mp4", "a\0b", "x" * 300, "link.mp4"]
 )
 def test_a_list_of_clips_cannot_put_other_files_into_a_report(tmp_path, name):
     (tmp_path / "link.mp4").symlink_to("/etc/passwd")
@@ -102,7 +102,8 @@ def test_a_damaged_list_of_clips_is_named(tmp_path, text, capsys):
     {"file": None}, {"file": 3}, {"prompt": None}, {"prompt": ["a"]}, {"seed": "3"}, {"seed": None}, {"scores": []},
     {"scores": {"total": "1"}}, {"scores": {"total": [1]}}, {"gold": 3}, {"holdout": {"x": {}}},
     {"gold": {"a\nb": "x"}},
-], ids=str)  # fmt: skip
+    {"prompt": "half \ud800"}, {"file": "\ud800"}, {"scores": {"\ud800": 1}}, {"image": "\udcff"},
+], ids=ascii)  # fmt: skip
 def test_a_value_of_another_kind_is_named(tmp_path, change):
     (tmp_path / "clips.json").write_text(
         json.dumps([entry(3, 1.0, 0.2), entry(4, 1.0, 0.2) | change])

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import yaml
 from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.runs.folder import CONTENTS, RunFolder
+from sage_grpo.runs.history import read_run
 from tests.disks import small_disk
 
 FIRST, SECOND = (Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1))
@@ -169,6 +171,35 @@ def test_a_run_opens_with_what_it_is(tmp_path):
         "shapes",
     )
     assert line["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2])
+def test_a_changed_yardstick_is_known_whenever_a_start_is_killed(tmp_path, monkeypatch, lines):
+    """A start that was killed after so many lines, and another one."""
+
+    def started(yardstick, step, **flags):
+        run = made(tmp_path, ALONE, **flags)
+        run.open(step)
+        run.log_start(step, {"yardstick": {"train": {"eta": yardstick}}})
+        return run
+
+    started(0.5, 0).log("train", 1, {"reward/total": 1.0})
+    with monkeypatch.context() as killed:
+        write = RunFolder.log
+        written = []
+
+        def log(self, *line):
+            if len(written) == lines:
+                raise KeyboardInterrupt
+            written.append(line)
+            write(self, *line)
+
+        killed.setattr(RunFolder, "log", log)
+        with suppress(KeyboardInterrupt):
+            started(0.3, 1, resume_from_checkpoint="auto")
+    started(0.3, 1, resume_from_checkpoint="auto")
+    (line,) = read_run(tmp_path).breaks
+    assert line["changed"] == {"eta": [0.5, 0.3]}
 
 
 def test_the_status_is_replaced_and_a_folder_that_is_gone_is_only_noted(tmp_path, capfd):

@@ -56,8 +56,18 @@ def test_no_more_than_asked_are_kept_and_always_the_first_and_the_newest(tmp_pat
         kept.write(step, CLIPS, RECORDS, 8)
         steps = list(read_gallery(tmp_path))
         assert len(steps) <= 4 and steps[0] == 1 and steps[-1] == step
+    assert list(read_gallery(tmp_path, 20)) == [step for step in steps if step <= 20]
     gaps = [after - before for before, after in pairwise(steps)]
     assert max(gaps) <= 20  # of 38
+
+
+def test_a_folder_of_another_spelling_is_thinned_out_too(tmp_path, unrendered):
+    (tmp_path / "rollouts" / "step-5").mkdir(parents=True)
+    kept = Gallery(tmp_path, 2)
+    for step in (4, 6):
+        kept.write(step, CLIPS, RECORDS, 8)
+    assert list(read_gallery(tmp_path)) == [4, 6]
+    assert not (tmp_path / "rollouts" / "step-5").exists()
 
 
 def test_what_is_written_is_read_back_and_what_is_damaged_is_left_out(tmp_path, unrendered):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sage_grpo.runs.case import Case
-from sage_grpo.runs.history import RunError, about, column, read_run
+from sage_grpo.runs.history import RunError, about, column, read_run, yardstick_changes
 from tests.tools.fake_run import make_run, read_lines, run_line, train_line, write_lines
 
 
@@ -115,6 +115,33 @@ def test_a_break_without_results_is_void_once_the_run_goes_on_as_before(
     assert len(run.breaks) == breaks
     assert column(run.full_lines, "step").tolist() == trained
     assert column(run.validations, "step").tolist() == ([] if breaks else [0])
+
+
+def start_with(step: int, **held_out: str) -> dict:
+    return {"kind": "run", "step": step, "yardstick": {"validation": held_out}}
+
+
+@pytest.mark.parametrize(
+    "lines, after, changed",
+    [
+        ([], {"held-out": "A"}, None),
+        ([], {"held-out": "B"}, ["A", "B"]),
+        # left out for a while, and then another one
+        ([start_with(10), validation(20, 0.0)], {"held-out": "B"}, ["A", "B"]),
+        ([start_with(10), validation(20, 0.0)], {"held-out": "A"}, None),
+        # in a part of the run that a resume has made void
+        ([start_with(20, **{"held-out": "B"}), start(10)], {"held-out": "A"}, None),
+        # from before a break, which that makes void
+        ([validation(30, 0.0), broken(30, "validation")], {"held-out": "B"}, ["A", "B"]),
+        # since a break there are no results by A
+        ([start_with(10), broken(10, "validation"), validation(20, 0.0)], {"held-out": "B"}, None),
+    ],
+)
+def test_a_yardstick_is_compared_with_the_last_that_is_known(tmp_path, lines, after, changed):
+    write_lines(tmp_path, [start_with(0, **{"held-out": "A"}), validation(10, 0.0), *lines])
+    line = yardstick_changes(read_run(tmp_path), 20, {"train": {}, "validation": after})
+    expected = {"series": ["validation"], "changed": {"held-out": changed}}
+    assert line == (expected if changed else None)
 
 
 def test_rewards_between_logged_iterations_belong_to_the_series_of_training(tmp_path):

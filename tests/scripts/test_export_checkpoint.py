@@ -414,6 +414,19 @@ def test_a_linked_folder_is_not_exported(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_appears_during_the_export_is_kept(
+    checkpoints, tmp_path, monkeypatch, capsys
+):
+    def write_card(*_):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "thesis.txt").write_text("precious")
+
+    monkeypatch.setattr(script, "write_card", write_card)
+    assert run(checkpoints["lora"], tmp_path / "out", "lora") == 2
+    assert "out appeared during the export" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "thesis.txt"]
+
+
 def test_an_existing_folder_with_the_name_of_a_draft_is_kept(tmp_path, capsys):
     (tmp_path / "out.tmp").mkdir()
     (tmp_path / "out.tmp" / "precious").write_text("precious")

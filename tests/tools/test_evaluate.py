@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sage_grpo.config.fields import ConfigError
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
 from sage_grpo.rewards.registry import REWARDS
 from sage_grpo.runs.media import write_mp4
@@ -207,8 +208,8 @@ def test_folders_of_clips(command, tmp_path, level, capsys):
     words = command("--clips", theirs, ours, reward_model="level")
     assert evaluate.main(words) == 0 and level.seen == 8
     found = result(tmp_path)
-    assert list(found["systems"]) == [f"{tmp_path.name}-a-theirs", f"{tmp_path.name}-a-ours"]
-    column = found["systems"][f"{tmp_path.name}-a-ours"]["columns"]["level"]
+    assert list(found["systems"]) == ["theirs", "ours"]
+    column = found["systems"]["ours"]["columns"]["level"]
     assert column["difference"] == pytest.approx(20, abs=1) and column["win_rate"] == 1
     assert column["verdict"] == "too few clips"
     assert evaluate.main(words) == 0 and level.seen == 8
@@ -253,7 +254,7 @@ def test_files_of_tiny_clips_are_scored_in_the_size_that_was_sampled(
     if layout == "a record per clip":
         (folder / "clips.json").unlink()
     assert evaluate.main(command("--clips", folder, reward_model="rows")) == 0
-    scored = records(tmp_path, f"{tmp_path.name}-made-base")
+    scored = records(tmp_path, "made-base")
     assert [record["scores"]["rows"] for record in scored] == [16.0] * len(PROMPTS)
 
 
@@ -295,6 +296,27 @@ def test_the_name_of_a_system_stays_in_the_output_folder(command, path, tmp_path
     options, _ = evaluate.parse_arguments(command("--checkpoints", path))
     found = evaluate.system_names(options.checkpoints, options.clips)
     assert len(found) == 2 and all((tmp_path / name).parent == tmp_path for name in found)
+
+
+@pytest.mark.parametrize("paths, names", [
+    (["/home/jane/clips"], ["clips"]),
+    (["/home/jane/ours/clips", "/home/jane/theirs/clips"], ["ours-clips", "theirs-clips"]),
+    (["/home/jane/run/validation/step-000009"], ["run-step-000009"]),
+    (["/x/run/checkpoints/step-1", "/y/run/checkpoints/step-1"], ["x-run-step-1", "y-run-step-1"]),
+    (["/home/jane/base"], ["jane-base"]),  # that is the base model's
+    (["/clips", "/clips"], ["clips"]),
+    (["/base"], None),
+    (["/"], None),
+    (["/a/clips", "/a/../a/clips"], None),
+])  # fmt: skip
+def test_a_name_has_no_more_folders_than_it_needs(paths, names):
+    clips = list(map(Path, paths))
+    if names is None:
+        with pytest.raises(ConfigError, match="rename a folder"):
+            evaluate.system_names([], clips)
+    else:
+        assert list(evaluate.system_names([], clips)) == names
+        assert list(evaluate.system_names(clips, [])) == ["base", *names]
 
 
 def evaluated(ranks, words):

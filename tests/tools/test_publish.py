@@ -158,7 +158,10 @@ def changed(checkpoint, target, name, content):
     return target
 
 
-@pytest.mark.parametrize("text", ["in /mnt/cluster/someone/run", "on trainer-17.example"])
+@pytest.mark.parametrize("text", [
+    "in /mnt/cluster/someone/run", "on trainer-17.example", "on file:///data/jane/m", r"on file\:///data",
+    "-/data/jane/m", "on trainer:/data/jane/m",
+])  # fmt: skip
 def test_a_card_with_a_path_or_a_host_is_not_sent(run, hub, tmp_path, text, monkeypatch, capsys):
     monkeypatch.setattr(socket, "gethostname", lambda: "trainer-17.example")
     card = (run["lora"] / "README.md").read_text() + f"Trained {text}.\n"
@@ -168,6 +171,40 @@ def test_a_card_with_a_path_or_a_host_is_not_sent(run, hub, tmp_path, text, monk
         call(target)
     assert stopped.value.code == 2 and "nothing was sent" in capsys.readouterr().err
     assert not hub.repos
+
+
+def test_addresses_and_relative_paths_are_no_paths_of_this_machine():
+    for text in ("https://hub.example/a/b", "runs/a/b", "a-/b/c", "configs/x.yaml", "./a/b/c"):
+        assert not publish.ABSOLUTE_PATH.search(text)
+
+
+STATE = "trainer/state.json"
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"fingerprints": [1]}, "state.json has fingerprints [1]"),
+    ({"config": [1]}, "state.json has config [1]"),
+    ({"config": {"train_prompts": {"a": 1}}}, "has train_prompts {'a': 1}"),
+    ("{", "state.json cannot be read"),
+], ids=str)  # fmt: skip
+def test_a_malformed_state_is_one_sentence(run, tmp_path, change, words, capsys):
+    text = change
+    if isinstance(change, dict):
+        text = json.dumps(json.loads((run["full"] / STATE).read_text()) | change)
+    target = changed(run["full"], tmp_path / "step-000001", STATE, text.encode())
+    with pytest.raises(SystemExit) as stopped:
+        call(target, "--dry_run")
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and words in error and error.count("\n") == 1
+
+
+def test_folders_of_prompt_files_are_not_sent(run, hub, tmp_path):
+    state = json.loads((run["lora"] / STATE).read_text())
+    state["config"]["train_prompts"] = ["clients/acme/p.txt"]
+    target = changed(run["lora"], tmp_path / "step-000001", STATE, json.dumps(state).encode())
+    call(target)
+    card = hub.repos[REPO]["files"]["README.md"].decode()
+    assert "- trained on: p.txt\n" in card and "acme" not in card
 
 
 def test_hostile_prompts_and_clips_of_others_stay_text_and_stay_here(run, hub, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from sage_grpo.runs import gallery
-from sage_grpo.runs.gallery import Gallery, record_of
+from sage_grpo.runs.gallery import Gallery, record_of, step_folders
 from sage_grpo.runs.history import read_run
 from sage_grpo.tools.report.page import page, spread
+from sage_grpo.tools.watch.__main__ import main
 from sage_grpo.tools.watch.server import build_page
 from sage_grpo.tools.watch.state import Watched
-from tests.tools.fake_run import make_run
+from tests.programs import exit_code
+from tests.tools.fake_run import make_run, run_line
 
 HOSTILE = '<script>alert("x")</script>'
 
@@ -96,6 +99,42 @@ def test_a_folder_that_is_no_run_yet_is_waited_for(tmp_path, run):
     assert watched.state()["runs"][0]["iterations"] == 12
 
 
+def test_rollouts_that_a_resume_made_void_are_not_shown(run, undrawn):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(run_line(4)) + "\n")
+    (state,) = Watched([run]).state()["runs"]
+    assert (state["iterations"], [pair["step"] for pair in state["rollouts"]]) == (4, [4])
+    assert "iteration 8:" not in page(read_run(run))
+
+
+@pytest.mark.parametrize("folder", ["rollouts", "validation"])
+def test_a_folder_that_is_seen_before_its_listing_is_read_again(run, folder):
+    newest = max(step_folders(run / folder).values())
+    listing = (newest / "clips.json").rename(run / "clips.json")
+    watched = Watched([run])
+    (before,) = watched.state()["runs"]
+    listing.rename(newest / "clips.json")
+    (after,) = watched.state()["runs"]
+    assert before[folder] != after[folder]
+
+
+@pytest.mark.parametrize("place", ["name of the folder", "prompt"])
+def test_half_a_character_leaves_the_page_alive(run, place):
+    bad = run
+    if place == "prompt":
+        for listing in run.glob("validation/*/clips.json"):
+            records = [record | {"prompt": "\ud800"} for record in json.loads(listing.read_text())]
+            listing.write_text(json.dumps(records))
+    else:
+        bad = run.rename(run.with_name("half \udcff"))
+    with served(build_page([bad])) as address:
+        base, _, token = address.partition("/?token=")
+        status, _, body = ask(f"{base}/state", Authorization=f"Bearer {token}")
+    (state,) = json.loads(body)["runs"]
+    assert status == 200
+    assert ("clip 1 has '\\ud800'" in state["problem"]) == (place == "prompt")
+
+
 def test_links_of_others_are_not_followed(run, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("secret")
@@ -161,6 +200,14 @@ def test_only_the_page_with_the_token_is_answered(run):
             assert ask(url, **headers)[0] == 403
         for path in ("/clips/0", "/clips/..%2f..%2fmetrics.jsonl", "/metrics.jsonl"):
             assert ask(base + path, **mine)[0] == 404
+
+
+@pytest.mark.parametrize("port", ["taken", 99999])
+def test_a_port_that_cannot_be_used_is_one_sentence(run, port, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1] if port == "taken" else port
+        assert exit_code(main, [str(run), "--port", str(port)]) == 2
+    assert capfd.readouterr().err == f"port {port} cannot be used; give another --port\n"
 
 
 def test_the_report_shows_the_same_pairs_as_text_and_video(run, undrawn):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+from statistics import median, pvariance
 from typing import Any
 
 from sage_grpo.escape import terminal_text
@@ -17,7 +17,7 @@ from sage_grpo.files.json_files import write_json
 from sage_grpo.runs.preferences import KIND
 from sage_grpo.tools.paired import aligned
 from sage_grpo.tools.prefer.answers import Answer, read_answers
-from sage_grpo.tools.prefer.statistics import MANY_RATERS, Share, krippendorff, more_pairs, share
+from sage_grpo.tools.prefer.statistics import MANY_RATERS, Share, krippendorff, more_prompts, share
 from sage_grpo.tools.prefer.study import (
     BAD,
     LEFT,
@@ -114,7 +114,7 @@ def comparisons(study: Study, answers: Sequence[Answer], question: str) -> list[
                 "both_bad": choices.count(BAD),
                 "win_rate": asdict(rate),
                 "decided": rate.decided,
-                "more_answers": more_pairs(rate),
+                "more_prompts": more_prompts(rate, len(set(prompts))),
             }
         )
     return found
@@ -164,23 +164,31 @@ def rater_figures(study: Study, answers: Sequence[Answer], rater: str) -> dict[s
 def reward_agreement(
     study: Study, answers: Sequence[Answer], question: str
 ) -> dict[str, dict[str, Any]]:
-    """By score: how often the preferred clip has the higher one, ties left out."""
-    names = [
-        name for name in study.clips[0].scores if all(name in clip.scores for clip in study.clips)
-    ]
+    """By score: how often the preferred clip has the higher one; ties and pairs without that score are left out."""
     agreement = {}
-    for name in names:
+    for name in score_names(study):
         right = []
         chosen = []
         for answer in answers:
             outcome = answer.outcome(question)
-            first, second = (study.clips[clip].scores[name] for clip in study.pairs[answer.pair])
-            if outcome != 0.5 and first != second:
+            first, second = pair_scores(study, answer.pair, name)
+            if outcome != 0.5 and first != second and not math.isnan(first + second):
                 right.append(float((first > second) == (outcome == 1)))
                 chosen.append(answer)
         prompts = [study.prompt(answer.pair) for answer in chosen]
         agreement[name] = asdict(share(right, prompts, [answer.rater for answer in chosen]))
     return agreement
+
+
+def score_names(study: Study) -> list[str]:
+    """The scores that any clip has: that of one clip may have failed."""
+    return list(dict.fromkeys(name for clip in study.clips for name in clip.scores))
+
+
+def pair_scores(study: Study, pair: int, name: str) -> tuple[float, float]:
+    """A score of the first and of the second clip; NaN where a clip lacks it."""
+    first, second = (study.clips[clip].scores.get(name, math.nan) for clip in study.pairs[pair])
+    return first, second
 
 
 # disputed clips
@@ -205,25 +213,16 @@ class Disputed:
 
 
 def disputed(study: Study, answers: Sequence[Answer], path: Path) -> list[Disputed]:
-    """The pairs with the most disagreement among raters, then those where a score contradicts people most."""
-    outcomes: dict[int, list[float]] = defaultdict(list)
-    for answer in answers:
-        for question in study.questions:
-            outcomes[answer.pair].append(answer.outcome(question))
+    """The pairs with the most disagreement among raters, then those where a score contradicts people most.
+
+    Pairs of which a file is missing are left out.
+    """
+    shown_answers = [answer for answer in answers if has_files(study, answer.pair, path)]
     found: dict[int, str] = {}
-
-    def variance(pair: int) -> float:
-        mean = sum(outcomes[pair]) / len(outcomes[pair])
-        return sum((value - mean) ** 2 for value in outcomes[pair]) / len(outcomes[pair])
-
-    for pair in sorted(outcomes, key=variance, reverse=True)[: SHOWN // 2]:
-        if variance(pair):
-            values = outcomes[pair]
-            found[pair] = (
-                f"Raters disagree: {values.count(1.0)} prefer the first clip, "
-                f"{values.count(0.0)} the second, {values.count(0.5)} neither."
-            )
-    for pair, reason in contradictions(study, outcomes):
+    for pair, reason in disagreements(study, shown_answers):
+        if len(found) < SHOWN // 2:
+            found.setdefault(pair, reason)
+    for pair, reason in contradictions(study, shown_answers):
         if len(found) < SHOWN:
             found.setdefault(pair, reason)
 
@@ -235,20 +234,48 @@ def disputed(study: Study, answers: Sequence[Answer], path: Path) -> list[Disput
     return shown
 
 
-def contradictions(study: Study, outcomes: Mapping[int, Sequence[float]]) -> list[tuple[int, str]]:
-    """Pairs that a score orders against people's mean answer, the largest difference first, in units of its spread."""
+def has_files(study: Study, pair: int, path: Path) -> bool:
+    """Whether both clips of a pair are there; a study may come without them."""
+    return all(clip_path(path, study.clips[clip]).is_file() for clip in study.pairs[pair])
+
+
+def disagreements(study: Study, answers: Sequence[Answer]) -> list[tuple[int, str]]:
+    """Pairs about which raters disagree in one question, on first showings; the largest variance first."""
+    outcomes: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for answer in answers:
+        if not answer.repeat:
+            for question in study.questions:
+                outcomes[answer.pair, question].append(answer.outcome(question))
     found = []
-    for name in study.clips[0].scores:
-        values = [clip.scores.get(name, math.nan) for clip in study.clips]
+    for (pair, question), values in outcomes.items():
+        variance = pvariance(values)
+        if variance:
+            reason = (
+                f"Raters disagree ({question}): {values.count(1.0)} prefer the first clip, "
+                f"{values.count(0.0)} the second, {values.count(0.5)} neither."
+            )
+            found.append((variance, pair, reason))
+    found.sort(key=lambda row: -row[0])
+    return [(pair, reason) for _, pair, reason in found]
+
+
+def contradictions(study: Study, answers: Sequence[Answer]) -> list[tuple[int, str]]:
+    """Pairs that a score orders against people's mean answer, the largest difference first, in units of its spread."""
+    outcomes: dict[int, list[float]] = defaultdict(list)
+    for answer in answers:
+        outcomes[answer.pair] += [answer.outcome(question) for question in study.questions]
+    found = []
+    for name in score_names(study):
+        values = [clip.scores[name] for clip in study.clips if name in clip.scores]
         mean = sum(values) / len(values)
-        spread = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        spread = math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))
         if not spread > 0:
             continue
-        for pair, answers in outcomes.items():
-            liking = 2 * sum(answers) / len(answers) - 1  # 1: all prefer the first
-            first, second = (values[clip] for clip in study.pairs[pair])
+        for pair, of_pair in outcomes.items():
+            liking = 2 * sum(of_pair) / len(of_pair) - 1  # 1: all prefer the first
+            first, second = pair_scores(study, pair, name)
             contradiction = -liking * (first - second) / spread
-            if contradiction > 0:
+            if contradiction > 0:  # NaN is not
                 preferred = "first" if liking > 0 else "second"
                 reason = f"People prefer the {preferred} clip, {name} the other one."
                 found.append((contradiction, pair, reason))
@@ -272,14 +299,14 @@ class ResultTable:
 
 def tables(record: Mapping[str, Any]) -> list[ResultTable]:
     """The figures of a record as rows of text, titles first."""
-    wins = [["", "win rate", "95 %", "wins", "losses", "ties", "both bad", "more answers needed"]]
+    wins = [["", "win rate", "95 %", "wins", "losses", "ties", "both bad", "more prompts needed"]]
     agreement = [["", "agreement", "95 %", "answers"]]
     for question, part in record["questions"].items():
         for row in part["comparisons"]:
             rate = Share(**row["win_rate"])
             name = f"{row['system']} against {row['other']}, {question}"
             counts = [str(row[key]) for key in ("wins", "losses", "ties", "both_bad")]
-            wins.append([name, *percent(rate), *counts, needed(row["more_answers"])])
+            wins.append([name, *percent(rate), *counts, needed(row["more_prompts"])])
         for name, values in part["rewards"].items():
             agrees = Share(**values)
             agreement.append([f"{name}, {question}", *percent(agrees), str(agrees.count)])
@@ -320,7 +347,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def needed(more: int | None) -> str:
-    """How many more answers would decide a comparison that stays as it is."""
+    """How many more prompts would decide a comparison that stays as it is."""
     if more == 0:
         return "none: decided"
     return "cannot be decided" if more is None else f"about {more}"

@@ -3,7 +3,7 @@
 GET  /?token=TOKEN     the page
 POST /state            the pair to show
 POST /answer           {"trial": 7, "answers": {"overall": "left"}, "seconds": 3.2}; stored before the next pair is sent
-POST /undo             take back the last answer
+POST /undo             {"trial": 7}; take back the last answer, if it is that of the trial or none is named
 GET  /clips/NUMBER     a clip of the pair that is shown, or of the next one
 
 All but the page take the token in a header, which a page of another site cannot send. The number of a clip is different
@@ -23,14 +23,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from sage_grpo.tools.gate import Gate, http_refusal, page_response, refusal
+from sage_grpo.tools.gate import Gate, SafeJSONResponse, http_refusal, page_response, refusal
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.blinding import equal_size, padded
 from sage_grpo.tools.prefer.pairs import Trial, trials
-from sage_grpo.tools.prefer.study import CHOICES, LEFT, QUESTIONS, RIGHT, check_raters, clip_path
+from sage_grpo.tools.prefer.study import CHOICES, LEFT, QUESTIONS, RIGHT, check_raters, read_clip
 
 MAX_BYTES = 4096  # of an answer
 
@@ -70,10 +70,10 @@ class Labeling:
             questions=[(name, QUESTIONS[name]) for name in self.study.questions],
         )
 
-    async def state(self, request: Request) -> JSONResponse:
-        return JSONResponse(self.current(request.scope["rater"]))
+    async def state(self, request: Request) -> SafeJSONResponse:
+        return SafeJSONResponse(self.current(request.scope["rater"]))
 
-    async def answer(self, request: Request) -> JSONResponse:
+    async def answer(self, request: Request) -> SafeJSONResponse:
         """Store an answer to the pair that is shown; one to another pair, of an old tab, changes nothing."""
         rater = request.scope["rater"]
         number, choices, seconds = self.checked(await read_object(request))
@@ -82,13 +82,17 @@ class Labeling:
                 raise HTTPException(409, "this pair has been answered already")
             trial = self.schedules[rater][number]
             await asyncio.to_thread(self.answers.add, rater, number, trial, choices, seconds)
-            return JSONResponse(self.current(rater))
+            return SafeJSONResponse(self.current(rater))
 
-    async def undo(self, request: Request) -> JSONResponse:
+    async def undo(self, request: Request) -> SafeJSONResponse:
+        """Take back the last answer; a request that names another one, such as a second try, changes nothing."""
         rater = request.scope["rater"]
+        has_body = "content-type" in request.headers
+        number = (await read_object(request)).get("trial") if has_body else None
         async with self.writing:
-            await asyncio.to_thread(self.answers.undo, rater)
-            return JSONResponse(self.current(rater))
+            if number is None or number == self.last(rater):
+                await asyncio.to_thread(self.answers.undo, rater)
+            return SafeJSONResponse(self.current(rater))
 
     async def clip(self, request: Request) -> Response:
         rater = request.scope["rater"]
@@ -102,7 +106,13 @@ class Labeling:
                     self.clip_number(rater, number, side).encode(), given.encode()
                 ):
                     trial = self.schedules[rater][number]
-                    video = await asyncio.to_thread(self.video, trial, side)
+                    try:
+                        video = await asyncio.to_thread(self.video, trial, side)
+                    except (
+                        OSError,
+                        ValueError,
+                    ):  # ValueError: it is a link, or names another place
+                        raise HTTPException(404, "the clip is gone") from None
                     return Response(video, media_type="video/mp4")
         raise HTTPException(404, "there is no such clip")
 
@@ -114,6 +124,11 @@ class Labeling:
         schedule = self.schedules[rater]
         return next((i for i in range(len(schedule)) if i not in given), len(schedule))
 
+    def last(self, rater: str) -> int | None:
+        """The trial of a rater's last answer."""
+        given = list(self.answers.of(rater))
+        return given[-1] if given else None
+
     def current(self, rater: str) -> dict[str, Any]:
         """The pair to show to a rater, and the clips of the next one to load ahead."""
         schedule = self.schedules[rater]
@@ -122,6 +137,7 @@ class Labeling:
             "done": number,
             "total": len(schedule),
             "can_undo": bool(self.answers.of(rater)),
+            "last_trial": self.last(rater),
         }
         if number < len(schedule):
             state["trial"] = number
@@ -144,9 +160,8 @@ class Labeling:
         pair = self.study.pairs[trial.pair]
         shows_second = side == LEFT if trial.swapped else side == RIGHT
         index = 1 if shows_second else 0  # of the clip in its pair
-        paths = [clip_path(self.answers.path, self.study.clips[clip]) for clip in pair]
-        size = equal_size(*(path.stat().st_size for path in paths))
-        return padded(paths[index].read_bytes(), size)
+        videos = [read_clip(self.answers.path, self.study.clips[clip]) for clip in pair]
+        return padded(videos[index], equal_size(*map(len, videos)))
 
     def checked(self, body: Mapping[str, Any]) -> tuple[int, dict[str, str], float]:
         """Trial, choices and seconds of a request."""
@@ -182,7 +197,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     return value
 
 
-async def disk_refusal(request: Request, error: Exception) -> JSONResponse:
+async def disk_refusal(request: Request, error: Exception) -> SafeJSONResponse:
     """An answer that is not on disk was not given, and the rater has to know."""
     return refusal(507, "the answer could not be stored; is the disk full?")
 

@@ -1,4 +1,4 @@
-"""Shares with 95 % intervals that respect ties, prompts and raters; agreement; how many more pairs would decide.
+"""Shares with 95 % intervals that respect ties, prompts and raters; agreement; how many more prompts would decide.
 
 An answer is 1, 0, or 1/2 for a tie. Answers about one prompt are alike, and so are those of one rater: treating them as
 independent makes intervals too narrow. The variance of a share is therefore estimated between clusters (Liang and
@@ -6,7 +6,8 @@ Zeger, 1986): prompts, and with at least MANY_RATERS also raters, in both direct
 Miller, 2011). With fewer raters their spread cannot be estimated, and the interval is about these raters. The interval
 itself is Wilson's with the number of independent answers that has this variance, and with Student's quantile for the
 number of clusters (of two variances: by Satterthwaite, 1946). It stays inside 0 to 1 and has a width even if all
-answers agree. tests/tools/prefer/test_statistics.py holds its coverage against simulations.
+answers, or the means of all prompts, agree. tests/tools/prefer/test_statistics.py holds its coverage against
+simulations.
 """
 
 import math
@@ -20,6 +21,7 @@ from sage_grpo.intervals import student_95
 MANY_RATERS = 8  # this many or more count as a sample of all raters
 Z_POWER = 0.8416  # normal quantile of 80 % power
 MAX_PAIRS = 1_000_000  # beyond it, the comparison counts as undecidable
+ROUNDING = 1e-12  # variances of a mean below this are rounding errors of 0
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def share(
     variance, freedom = _variance(x - mean, by_prompt, by_rater)
     # how many independent answers, none of them ties, have this variance
     effective = float(clusters)
-    if variance > 0 and 0 < mean < 1:
+    if variance > ROUNDING and 0 < mean < 1:
         effective = mean * (1 - mean) / variance
     low, high = _wilson(mean, effective, student_95(freedom))
     return Share(mean, low, high, len(x), clusters)
@@ -111,10 +113,11 @@ def _wilson(mean: float, count: float, quantile: float) -> tuple[float, float]:
 # how many pairs
 
 
-def more_pairs(result: Share) -> int | None:
-    """Answers beyond those given that decide a share which stays as it is, with 80 % power.
+def more_prompts(result: Share, prompts: int) -> int | None:
+    """Prompts beyond those asked that decide a share which stays as it is, with 80 % power; None: no number does.
 
-    0 if it is decided already; None if no feasible number decides it. The variance falls with the number of answers.
+    0 if it is decided already. The variance falls with the number of prompts, if each gets as many answers as now; more
+    answers about the same prompts would repeat what is known of them. From MANY_RATERS on, raters must grow likewise.
     """
     if result.decided:
         return 0
@@ -122,8 +125,8 @@ def more_pairs(result: Share) -> int | None:
     if not result.count or distance == 0:
         return None
     standard_error = (result.high - result.low) / 2 / 1.96
-    needed = result.count * ((1.96 + Z_POWER) * standard_error / distance) ** 2
-    return math.ceil(needed - result.count) if needed < MAX_PAIRS else None
+    factor = ((1.96 + Z_POWER) * standard_error / distance) ** 2
+    return math.ceil(prompts * factor) - prompts if result.count * factor < MAX_PAIRS else None
 
 
 def pairs_for(win_rate: float, ties: float = 0.0) -> int:

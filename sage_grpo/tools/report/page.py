@@ -118,7 +118,7 @@ def page(run: RunHistory) -> str:
         measures=[reward_section(run), holdout_section(run), gold_section(run, result)],
         rows=clip_rows(clips, total=True),
         preferences=preference_rows(run),
-        rollouts=spread(read_gallery(run.folder)),
+        rollouts=spread(read_gallery(run.folder, run.iterations)),
         training=[
             update_section(run),
             denoising_step_section(run),

@@ -34,10 +34,7 @@ from sage_grpo.tools.watch.server import build_page
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     page = build_page(options.runs)
-    try:
-        server, listener, address = page.listen(options.port)
-    except SystemExit:  # how uvicorn ends when it cannot bind, with its own message
-        raise ValueError(f"port {options.port} cannot be used; give another --port") from None
+    server, listener, address = page.listen(options.port)
     print(f"open {address}", flush=True)
     server.run(sockets=[listener])
     return 0

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from sage_grpo.files import foreign
+from sage_grpo.tools.gate import SafeJSONResponse
 from sage_grpo.tools.local_page import LocalPage
 from sage_grpo.tools.watch.state import Watched
 
@@ -25,9 +26,9 @@ def build_page(runs: Sequence[Path]) -> LocalPage:
     watched = Watched(runs)
     reading = asyncio.Lock()  # several tabs read once
 
-    async def state(request: Request) -> JSONResponse:
+    async def state(request: Request) -> SafeJSONResponse:
         async with reading:
-            return JSONResponse(await asyncio.to_thread(watched.state))
+            return SafeJSONResponse(await asyncio.to_thread(watched.state))
 
     async def clip(request: Request) -> Response:
         path = watched.clips.get(request.path_params["number"])

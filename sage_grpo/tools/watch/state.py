@@ -16,7 +16,7 @@ from sage_grpo.files import foreign
 from sage_grpo.files.json_files import printable, read_object
 from sage_grpo.intervals import interval
 from sage_grpo.runs.case import Case
-from sage_grpo.runs.clips import Clip, pair_clips, read_clips
+from sage_grpo.runs.clips import LISTING, Clip, pair_clips, read_clips
 from sage_grpo.runs.diagnosis import diagnose
 from sage_grpo.runs.gallery import read_gallery, step_folders
 from sage_grpo.runs.history import RunHistory, as_float, column, read_run
@@ -40,12 +40,9 @@ VALIDATION = {
     "reward of held-out prompts": "reward/total",
     "gold match of held-out prompts": "gold/match",
 }
-FILES = (
-    "metrics.jsonl",
-    "status.json",
-    "rollouts",
-    "validation",
-)  # files whose changes the page shows
+# a change of these is news
+FILES = ("metrics.jsonl", "status.json")
+FOLDERS = ("rollouts", "validation")  # or of a listing in them
 
 
 class Watched:
@@ -99,7 +96,7 @@ class Watched:
             ],
             "curves": [*training_curves(history), *validation_curves(history)],
             "phases": phases(history),
-            "rollouts": self.rollouts(run),
+            "rollouts": self.rollouts(run, history),
             "validation": self.validation(run, history),
             "breaks": history.break_sentences,
         }
@@ -115,9 +112,9 @@ class Watched:
         message = status.get("message")
         return f"{text}: {message}" if message else text
 
-    def rollouts(self, run: Path) -> list[dict[str, Any]]:
+    def rollouts(self, run: Path, history: RunHistory) -> list[dict[str, Any]]:
         """The newest pairs of best and worst clips, newest first."""
-        pairs = sorted(read_gallery(run).items(), reverse=True)[:MAX_PAIRS]
+        pairs = sorted(read_gallery(run, history.iterations).items(), reverse=True)[:MAX_PAIRS]
         return [
             {
                 "step": step,
@@ -136,7 +133,7 @@ class Watched:
         folders = {
             step: folder
             for step, folder in step_folders(run / "validation").items()
-            if step in comparable and (folder / "clips.json").is_file()
+            if step in comparable and (folder / LISTING).is_file()
         }
         if not folders:
             return {"steps": [], "rows": []}
@@ -179,13 +176,17 @@ class Watched:
 
 def _stamp(run: Path) -> tuple[Any, ...]:
     """Changes when something that the page shows does."""
-    stamps = []
-    for name in FILES:
+    paths = [run / name for name in (*FILES, *FOLDERS)]
+    for name in FOLDERS:
+        for folder in step_folders(run / name).values():
+            paths += [folder, folder / LISTING]  # a folder may be seen before its listing
+    stamps: list[tuple[Any, ...]] = []
+    for path in paths:
         try:
-            status = (run / name).lstat()
-            stamps.append((status.st_mtime_ns, status.st_size))
+            status = path.lstat()
+            stamps.append((path, status.st_mtime_ns, status.st_size))
         except OSError:
-            stamps.append(None)
+            stamps.append((path,))
     return tuple(stamps)
 
 

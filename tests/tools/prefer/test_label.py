@@ -20,7 +20,7 @@ from sage_grpo.tools.prefer.answers import locked_clips, read_answers
 from sage_grpo.tools.prefer.label import open_study
 from sage_grpo.tools.prefer.study import StudyError, clip_path
 from tests.smallest_run import PROMPTS, command_line
-from tests.tools.prefer.studies import SIDE, Browser, draw_clip
+from tests.tools.prefer.studies import SIDE, Browser, draw_clip, new_study
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -223,6 +223,18 @@ def test_the_page_of_a_new_study_is_served_at_the_printed_address(tmp_path, monk
 
 def total(clip):
     return sum(clip.scores.values())
+
+
+@pytest.mark.parametrize("port", ["taken", 99999, -5])
+def test_a_port_that_cannot_be_used_is_one_sentence(tmp_path, port, capfd):
+    output = str(tmp_path / "prefs.jsonl")
+    new_study(tmp_path / "prefs.jsonl").close()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1] if port == "taken" else port
+        with pytest.raises(SystemExit) as stop:
+            main(["label", "--output", output, f"--port={port}"])
+    assert stop.value.code == 2
+    assert capfd.readouterr().err.endswith(f"port {port} cannot be used; give another --port\n")
 
 
 @pytest.mark.parametrize("words, message", [

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from contextlib import suppress
 
 import pytest
@@ -11,9 +12,15 @@ from sage_grpo.runs import card
 from sage_grpo.runs.history import RunError, RunHistory
 from sage_grpo.runs.preferences import read_preferences
 from sage_grpo.tools.prefer.__main__ import main
-from sage_grpo.tools.prefer.answers import AnswersFile
-from sage_grpo.tools.prefer.results import disputed, summarize
-from sage_grpo.tools.prefer.study import Study, StudyClip
+from sage_grpo.tools.prefer.answers import Answer, AnswersFile
+from sage_grpo.tools.prefer.results import (
+    contradictions,
+    disagreements,
+    disputed,
+    reward_agreement,
+    summarize,
+)
+from sage_grpo.tools.prefer.study import Study, StudyClip, clips_folder
 from sage_grpo.tools.report.page import preference_rows
 from tests.tools.prefer.studies import PREFERS, SYSTEMS, answer_all, new_study
 
@@ -37,6 +44,9 @@ def abstract_study(prompts=40, **changes):
 @pytest.fixture
 def file(tmp_path):
     opened = AnswersFile(tmp_path / "prefs.jsonl", abstract_study(repeat=0.25))
+    clips_folder(opened.path).mkdir()
+    for clip in opened.study.clips:
+        (clips_folder(opened.path) / clip.file).touch()
     yield opened
     opened.close()
 
@@ -52,7 +62,7 @@ def test_a_clear_winner_is_found_whatever_the_sides(file):
     assert row["both_bad"] >= 4
     assert 0.85 < row["win_rate"]["mean"] < 1
     assert row["decided"]
-    assert row["more_answers"] == 0
+    assert row["more_prompts"] == 0
     assert record["questions"]["overall"]["alpha"] > 0.3
     assert record["questions"]["overall"]["rewards"]["VQ"]["mean"] == 1.0
     for figures in record["raters"].values():
@@ -78,6 +88,56 @@ def test_pairs_are_disputed_if_raters_or_rewards_contradict(file):
     assert shown[0].prompt == "prompt 7"
     assert "Raters disagree" in shown[0].reason
     assert any("TA the other one" in pair.reason for pair in shown[1:])
+
+    (clips_folder(file.path) / shown[0].clips[1].path.name).unlink()
+    assert "prompt 7" not in [pair.prompt for pair in disputed(file.study, answers, file.path)]
+
+
+def answer(rater="ann", pair=0, repeat=False, **choices):
+    return Answer(rater, 0, pair, False, repeat, choices)
+
+
+QUESTIONS = ("vq", "mq", "ta")
+
+
+@pytest.mark.parametrize("answers, counts", [
+    ([answer(vq="left", mq="right", ta="tie")], None),
+    ([answer(vq="left", mq="left", ta="left"), answer(vq="right", mq="right", ta="tie", repeat=True)], None),
+    ([answer(vq="left", mq="right", ta="tie"), answer("bob", vq="left", mq="left", ta="tie")], "(mq): 1 prefer"),
+], ids=["three questions", "a second showing", "two raters"])  # fmt: skip
+def test_only_raters_disagree_and_about_one_question(answers, counts):
+    study = Study(
+        SYSTEMS, QUESTIONS, (StudyClip("a.mp4", 0, "p"), StudyClip("b.mp4", 1, "p")), ((0, 1),)
+    )
+    found = disagreements(study, answers)
+    assert [counts in reason for _, reason in found] == ([] if counts is None else [True])
+
+
+def test_a_clip_without_a_score_costs_its_pair_and_not_the_reward():
+    scores = [{}, {"VQ": 2.0}, {"VQ": 1.0}, {"VQ": 2.0}, {"VQ": 1.0}, {"VQ": 3.0}]
+    clips = [
+        StudyClip(f"{i}.mp4", i % 2, str(i // 2), scores=each) for i, each in enumerate(scores)
+    ]
+    study = Study(SYSTEMS, ("overall",), tuple(clips), ((0, 1), (2, 3), (4, 5)))
+    answers = [
+        answer(pair=pair, overall=side) for pair, side in enumerate(["left", "left", "right"])
+    ]
+    agreement = reward_agreement(study, answers, "overall")
+    assert (agreement["VQ"]["count"], agreement["VQ"]["mean"]) == (2, 0.5)
+    assert [pair for pair, _ in contradictions(study, answers)] == [1]
+
+
+def test_a_study_without_its_clips_has_a_page_of_numbers(tmp_path, capsys):
+    file = new_study(tmp_path / "prefs.jsonl")
+    answer_all(file, "ann", lambda pair, left: PREFERS[left == 1])
+    answer_all(file, "bob", lambda pair, left: PREFERS[left == 0])
+    file.close()
+    shutil.rmtree(clips_folder(file.path))
+    assert main(["result", str(file.path)]) == 0
+    assert "more prompts needed" in capsys.readouterr().out
+    page = (tmp_path / "prefs.html").read_text()
+    assert "Win rates" in page
+    assert "Disputed" not in page
 
 
 def test_the_page_and_its_json(tmp_path, capsys):

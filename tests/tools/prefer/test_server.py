@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
@@ -10,7 +11,7 @@ from sage_grpo.tools.gate import HEADERS
 from sage_grpo.tools.prefer.answers import read_answers
 from sage_grpo.tools.prefer.pairs import trials
 from sage_grpo.tools.prefer.server import MAX_BYTES
-from sage_grpo.tools.prefer.study import StudyError
+from sage_grpo.tools.prefer.study import StudyError, clip_path
 from tests.tools.prefer.studies import PROMPTS, SYSTEMS, Browser, blinded, new_study, serving
 
 
@@ -46,6 +47,41 @@ def test_answers_are_on_disk_before_the_next_pair_and_undo_goes_back(answers, an
     assert (state["done"], "trial" in state, "clips" in state) == (3, False, False)
     choices = [answer.choices["overall"] for answer in read_answers(answers.path)[1]]
     assert choices == ["left", "tie", "right"]
+
+
+def test_an_undo_names_what_it_takes_back(answers, ann):
+    """A second try, whose first one arrived, takes back nothing more."""
+    assert ann.state()["last_trial"] is None
+    ann.answer(0, overall="left")
+    assert ann.answer(1, overall="left").json()["last_trial"] == 1
+    for _ in range(2):
+        state = ann.post("/undo", {"trial": 1}).json()
+        assert (state["done"], state["last_trial"]) == (1, 0)
+    assert ann.http.post("/undo").json()["done"] == 0  # without a name: the last one
+    assert read_answers(answers.path)[1] == []
+
+
+@pytest.mark.parametrize("damage", ["missing", "linked", "a folder"])
+def test_a_clip_that_cannot_be_read_is_gone(answers, ann, tmp_path, damage):
+    (tmp_path / "secret").write_text("secret")
+    for clip in answers.study.clips:
+        path = clip_path(answers.path, clip)
+        path.unlink()
+        if damage == "linked":
+            path.symlink_to(tmp_path / "secret")
+        elif damage == "a folder":
+            path.mkdir()
+    response = ann.http.get(f"/clips/{ann.state()['clips'][0]}")
+    assert (response.status_code, response.json()) == (404, {"error": "the clip is gone"})
+
+
+def test_half_a_character_in_a_prompt_leaves_the_page_alive(tmp_path):
+    answers = new_study(tmp_path / "prefs.jsonl")
+    clips = tuple(replace(clip, prompt="half \ud800") for clip in answers.study.clips)
+    answers.study = replace(answers.study, clips=clips)
+    with serving(answers) as addresses:
+        assert Browser(addresses["ann"]).state()["prompt"] == "half ?"
+    answers.close()
 
 
 def test_an_answer_from_an_old_tab_changes_nothing(answers, ann):

@@ -9,7 +9,7 @@ from sage_grpo.tools.prefer.statistics import (
     MANY_RATERS,
     Share,
     krippendorff,
-    more_pairs,
+    more_prompts,
     pairs_for,
     share,
 )
@@ -63,6 +63,30 @@ def test_95_percent_intervals_cover_93_to_97(
     assert 0.93 <= covered / STUDIES <= 0.97
 
 
+@pytest.mark.parametrize("prompts", [2, 3, 4, 5])
+@pytest.mark.parametrize("chance", [0.5, 0.7])
+def test_intervals_of_few_prompts_are_wide_enough(prompts, chance):
+    """Their means are often the same: then the variance between them is 0, but for rounding."""
+    generator = np.random.default_rng(5)
+    prompt = np.repeat(np.arange(prompts), 3).tolist()
+    studies = [
+        share((generator.random(3 * prompts) < chance).astype(float), prompt) for _ in range(500)
+    ]
+    assert np.mean([study.low <= chance <= study.high for study in studies]) >= 0.93
+
+
+@pytest.mark.parametrize("answers", [[1, 1, 0], [1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0]])
+@pytest.mark.parametrize("prompts", [2, 3, 4])
+@pytest.mark.parametrize("raters", [1, MANY_RATERS])
+def test_prompts_of_equal_means_still_have_an_interval(answers, prompts, raters):
+    values = np.tile(np.repeat(answers, raters), prompts).astype(float)
+    prompt = np.arange(prompts).repeat(len(answers) * raters)
+    rater = np.tile(np.arange(raters), prompts * len(answers))
+    interval = share(values, prompt.tolist(), rater.tolist())
+    assert interval.high - interval.low > 0.4
+    assert not interval.decided
+
+
 def test_repeated_prompts_widen_an_interval_and_ties_narrow_it():
     generator = np.random.default_rng(0)
     values = generator.integers(0, 2, 100).astype(float)
@@ -111,12 +135,13 @@ def test_impossible_win_rates_are_rejected(rate, ties):
         pairs_for(rate, ties)
 
 
-def test_how_many_more_pairs():
-    assert more_pairs(Share(0.7, 0.6, 0.8, 100, 100)) == 0
-    assert more_pairs(Share(0.5, 0.4, 0.6, 100, 100)) is None
-    more = more_pairs(Share(0.55, 0.45, 0.65, 100, 100))
+def test_how_many_more_prompts():
+    """As many answers about each as now: three."""
+    assert more_prompts(Share(0.7, 0.6, 0.8, 300, 100), 100) == 0
+    assert more_prompts(Share(0.5, 0.4, 0.6, 300, 100), 100) is None
+    more = more_prompts(Share(0.55, 0.45, 0.65, 300, 100), 100)
     assert more == math.ceil(100 * (2.8016 * 0.1 / 1.96 / 0.05) ** 2 - 100)
-    assert more_pairs(share([], [])) is None
+    assert more_prompts(share([], []), 0) is None
 
 
 # agreement

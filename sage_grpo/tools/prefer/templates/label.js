@@ -14,6 +14,7 @@ let answers = {}; // of the questions answered so far
 let shownAt = 0; // when both clips began to play
 let ready = false; // whether answers are taken
 let speed = 0; // index into SPEEDS
+let queue = Promise.resolve(); // requests that are under way
 const loaded = new Map(); // number of a clip -> promise of its address in memory
 
 // the server
@@ -166,7 +167,8 @@ function choose(section, choice) {
   if (!openQuestion()) {
     ready = false;
     const seconds = (performance.now() - shownAt) / 1000;
-    send("/answer", { trial: state.trial, answers, seconds });
+    const body = { trial: state.trial, answers, seconds };
+    send("/answer", () => body);
   }
 }
 
@@ -177,13 +179,20 @@ function undo() {
     mark();
   } else if (state && state.can_undo) {
     ready = false;
-    send("/undo");
+    send("/undo", () => ({ trial: state.last_trial }));
   }
 }
 
-async function send(path, body) {
+// One request at a time: `body` is made when those before are answered, so that an undo takes back the answer before it.
+async function send(path, body = () => ({})) {
+  let shown;
+  const answered = queue.then(() => ask(path, body())).then((next) => {
+    shown = show(next); // sets the state at once, then loads clips
+  });
+  queue = answered.catch(() => {});
   try {
-    await show(await ask(path, body));
+    await answered;
+    await shown;
     byId("problem").hidden = true;
   } catch (error) {
     if (error.status === 409) {
