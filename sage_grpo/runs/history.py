@@ -217,24 +217,16 @@ def read_run(folder: Path) -> RunHistory:
     starts: list[Line] = []
     breaks: list[Line] = []
     limits: Line = {}
-    unused: Line | None = None  # the last break, until a result follows it
-    before: Any = None  # the yardstick before that break
-    is_undone = False  # whether the last start went back to it
     # by kind of line, the lines of each series by iteration
     series: dict[str, list[dict[int, Line]]] = {kind: [{}] for kind in SERIES_OF}
     for line in _read_lines(path):
         kind, step = line["kind"], line["step"]
         if kind in SERIES_OF:
             series[kind][-1][step] = line
-            unused = None
         elif kind == "limits":
             limits = {name: line.get(name) for name in LIMITS}
         elif kind == "break":
             limits = {}  # of another yardstick
-            if is_undone:
-                continue
-            unused = line
-            before = _last_yardstick(starts[:-1], step)
             breaks.append(line)
             for name in SERIES_OF:
                 if SERIES_OF[name] in _ended(line):
@@ -243,11 +235,6 @@ def read_run(folder: Path) -> RunHistory:
             starts.append(line)
             # a resume repeats iterations: lines that an earlier start wrote after this one are void
             breaks = [earlier for earlier in breaks if earlier["step"] <= step]
-            # so is a break without results, once the run goes on from there by the yardstick before it
-            is_undone = unused in breaks and bool(before) and line.get("yardstick") == before
-            if is_undone:
-                breaks.pop()
-                unused = None
             for name, parts in series.items():
                 count = 1 + _count(SERIES_OF[name], breaks)
                 series[name] = [_until(step, lines) for lines in parts[:count]]
@@ -307,12 +294,6 @@ def yardstick_changes(
             ended.append(name)
             changed.update(differing)
     return {"series": ended, "changed": changed} if ended else None
-
-
-def _last_yardstick(starts: Sequence[Line], step: int) -> Any:
-    """The yardstick of the last start that led to iteration `step`; None if it recorded none."""
-    known = [line["yardstick"] for line in starts if line["step"] <= step and line.get("yardstick")]
-    return known[-1] if known else None
 
 
 def _last_known(run: RunHistory, name: str, step: int) -> dict[str, Any]:

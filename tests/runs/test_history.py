@@ -79,45 +79,7 @@ def test_a_break_begins_another_series(tmp_path, lines, trained, validated, earl
     assert [column(part, "step").tolist() for part in run.earlier_validations] == earlier
 
 
-def start(step: int, reward: str) -> dict:
-    return run_line(step) | {"yardstick": {"train": {"reward": reward}}}
-
-
-FIRST, OTHER, THIRD = (
-    [start(2, reward), broken(2, "train", "validation")] for reward in ("first", "other", "third")
-)
-
-
-@pytest.mark.parametrize(
-    "lines, breaks, trained",
-    [
-        ([*OTHER, *FIRST], 0, [1, 2]),
-        ([*OTHER, *FIRST, train(3, 1.0)], 0, [1, 2, 3]),
-        (
-            [*OTHER, *FIRST, train(3, 1.0), start(3, "other"), broken(3, "train", "validation")],
-            1,
-            [],
-        ),
-        ([*OTHER, *THIRD], 2, []),
-        ([*OTHER, start(2, "other")], 1, []),
-        # results of the other reward cannot be compared
-        ([*OTHER, train(3, 1.0), *FIRST], 2, []),
-        ([*OTHER, validation(2, 1.0), *FIRST], 2, []),
-    ],
-    ids=["back", "trained", "later", "third", "again", "result", "validated"],
-)
-def test_a_break_without_results_is_void_once_the_run_goes_on_as_before(
-    tmp_path, lines, breaks, trained
-):
-    before = [start(0, "first"), validation(0, 0.0), train(1, 0.0), train(2, 0.0)]
-    write_lines(tmp_path, [*before, *lines])
-    run = read_run(tmp_path)
-    assert len(run.breaks) == breaks
-    assert column(run.full_lines, "step").tolist() == trained
-    assert column(run.validations, "step").tolist() == ([] if breaks else [0])
-
-
-def start_with(step: int, **held_out: str) -> dict:
+def start(step: int, **held_out: str) -> dict:
     return {"kind": "run", "step": step, "yardstick": {"validation": held_out}}
 
 
@@ -127,18 +89,18 @@ def start_with(step: int, **held_out: str) -> dict:
         ([], {"held-out": "A"}, None),
         ([], {"held-out": "B"}, ["A", "B"]),
         # left out for a while, and then another one
-        ([start_with(10), validation(20, 0.0)], {"held-out": "B"}, ["A", "B"]),
-        ([start_with(10), validation(20, 0.0)], {"held-out": "A"}, None),
+        ([start(10), validation(20, 0.0)], {"held-out": "B"}, ["A", "B"]),
+        ([start(10), validation(20, 0.0)], {"held-out": "A"}, None),
         # in a part of the run that a resume has made void
-        ([start_with(20, **{"held-out": "B"}), start(10)], {"held-out": "A"}, None),
+        ([start(20, **{"held-out": "B"}), start(10)], {"held-out": "A"}, None),
         # from before a break, which that makes void
         ([validation(30, 0.0), broken(30, "validation")], {"held-out": "B"}, ["A", "B"]),
         # since a break there are no results by A
-        ([start_with(10), broken(10, "validation"), validation(20, 0.0)], {"held-out": "B"}, None),
+        ([start(10), broken(10, "validation"), validation(20, 0.0)], {"held-out": "B"}, None),
     ],
 )
 def test_a_yardstick_is_compared_with_the_last_that_is_known(tmp_path, lines, after, changed):
-    write_lines(tmp_path, [start_with(0, **{"held-out": "A"}), validation(10, 0.0), *lines])
+    write_lines(tmp_path, [start(0, **{"held-out": "A"}), validation(10, 0.0), *lines])
     line = yardstick_changes(read_run(tmp_path), 20, {"train": {}, "validation": after})
     expected = {"series": ["validation"], "changed": {"held-out": changed}}
     assert line == (expected if changed else None)

@@ -148,7 +148,7 @@ def with_holdout(make, **flags):
     trainer = make(
         holdout_reward="shapes", validate_at_step0=True, validation_interval=1, max_steps=1, **flags
     )
-    trainer.validation.holdout.rewards["shapes"] = FailsAtFirst(math.inf)
+    trainer.validation.holdout_reward.rewards["shapes"] = FailsAtFirst(math.inf)
     return trainer
 
 
