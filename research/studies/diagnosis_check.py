@@ -194,7 +194,8 @@ def record(folder: Path) -> dict[str, Any]:
         line = json.loads(text)
         short = {key: value for key, value in line.items() if key.startswith(RECORDED)}
         if "per_step" in line:
-            short["per_step"] = {key: line["per_step"][key] for key in ("grad_v", "kl_anchor")}
+            kept = ("grad_v", "kl_anchor", "count")
+            short["per_step"] = {key: line["per_step"][key] for key in kept}
         if "schedule" in line:
             short["schedule"] = line["schedule"]
         lines.append(short)

@@ -39,6 +39,18 @@ def gradient_signal(lines: Sequence[Line]) -> tuple[float, float]:
     return float(share), float(error)
 
 
+def reward_slope(lines: Sequence[Line]) -> Interval:
+    """Change of the training reward per iteration; NaN for too few iterations."""
+    steps = column(lines, "step")
+    rewards = column(lines, "reward/total")
+    known = np.isfinite(rewards)
+    if known.sum() < MIN_FOR_TREND:
+        return interval([])
+    (slope, _), covariance = np.polyfit(steps[known], rewards[known], 1, cov=True)
+    half = student_95(int(known.sum()) - 2) * math.sqrt(max(covariance[0, 0], 0.0))
+    return Interval(float(slope), half)
+
+
 class Case:
     def __init__(self, run: RunHistory) -> None:
         self.run = run
@@ -142,11 +154,14 @@ class Case:
 
     @property
     def validated_updates(self) -> float:
-        """Optimizer steps between the first and the last validation; after a break, in proportion to iterations."""
-        updates = self.most("updates")
-        if not self.run.breaks:
-            return updates
-        return updates * self.validated_iterations / max(1, self.run.iterations)
+        """Optimizer steps between the first and the last validation, in proportion to iterations."""
+        return self.most("updates") * self.validated_iterations / max(1, self.run.iterations)
+
+    @property
+    def validated_lines(self) -> list[Line]:
+        """The lines of training metrics between the first and the last validation."""
+        steps = list(self.validation_clips)
+        return [line for line in self.run.full_lines if steps[0] < line["step"] <= steps[-1]]
 
     @cached_property
     def validation_pairs(self) -> list[Pair]:
@@ -162,14 +177,7 @@ class Case:
     @cached_property
     def training_slope(self) -> Interval:
         """Change of the training reward per iteration."""
-        steps = column(self.run.full_lines, "step")
-        rewards = column(self.run.full_lines, "reward/total")
-        known = np.isfinite(rewards)
-        if known.sum() < MIN_FOR_TREND:
-            return interval([])
-        (slope, _), covariance = np.polyfit(steps[known], rewards[known], 1, cov=True)
-        half = student_95(int(known.sum()) - 2) * math.sqrt(max(covariance[0, 0], 0.0))
-        return Interval(float(slope), half)
+        return reward_slope(self.run.full_lines)
 
     @property
     def judged_by_validation(self) -> bool:
@@ -231,27 +239,45 @@ class Case:
         margin = 2 / math.sqrt(self.clips_per_rollout / c.num_generations)
         return math.copysign(max(abs(cost) - margin, 0.0), cost)
 
+    @property
+    def kl_gradient_scale(self) -> np.ndarray:
+        """Gradient of a denoising step's KL at the velocity, divided by lambda sqrt(2 KL), (T,)."""
+        recorded = self.schedule("kl_gradient_scale")
+        if len(recorded):
+            return recorded
+        # older runs recorded only the policy loss: exact unless ratio_norm is set, or the KL alone is balanced
+        gradient_scale = self.schedule("gradient_scale")
+        equalizer = self.schedule("equalizer")
+        if self.config.use_kl_balancing and len(equalizer) == len(gradient_scale):
+            return gradient_scale * equalizer**2
+        return gradient_scale
+
     @cached_property
     def kl_pull(self) -> float:
         """Gradient of the KL, relative to the noise of the policy gradient, in one update; NaN with nft.
 
         At the velocity and per pair they are lambda N_t sqrt(2 KL_t) and |A| S_t N_t, for advantages of size |A|. The
-        first adds up over the P pairs of an update, the second as sqrt(P).
+        first adds up over the P pairs of an update, the second as sqrt(P). The first N_t is `kl_gradient_scale`.
         """
         c = self.config
         kl = self.run.grid("kl_anchor")
+        count = self.run.grid("count")  # pairs of an iteration
+        if not count.size:
+            count = np.full_like(kl, math.nan)
         gradient_scale = self.schedule("gradient_scale")
         equalizer = self.schedule("equalizer")
-        num_steps = {kl.shape[1], len(gradient_scale), len(equalizer)}
+        kl_gradient_scale = self.kl_gradient_scale
+        num_steps = {kl.shape[1], count.shape[1]}
+        num_steps |= {len(gradient_scale), len(equalizer), len(kl_gradient_scale)}
         if len(num_steps) > 1 or not (kl > 0).any() or c.algorithm == "nft":
             return math.nan
 
-        balancing = equalizer**4 if c.use_kl_balancing else 1
-        kl_square = np.nansum(2 * kl * gradient_scale**2 * balancing, 1)
-        trained = np.isfinite(kl)
-        policy_square = np.where(trained, (equalizer * gradient_scale) ** 2, 0).sum(1)
-        clips = self.trained_clips * c.gradient_accumulation_steps
-        pairs = clips * trained.sum(1) / c.updates_per_rollout
+        # not recorded: every clip trained every step that any clip did
+        count = np.where(np.isfinite(count), count, self.trained_clips)
+        count = np.where(np.isfinite(kl), count, 0)
+        pairs = count.sum(1) * c.gradient_accumulation_steps / c.updates_per_rollout
+        kl_square = np.nansum(count * 2 * kl * kl_gradient_scale**2, 1)
+        policy_square = (count * (equalizer * gradient_scale) ** 2).sum(1)
 
         weight = column(self.run.full_lines, "kl/coef") * c.dual_kl_moving_weight
         advantage_size = column(self.run.full_lines, "signal/advantage_size")

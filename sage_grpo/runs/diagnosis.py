@@ -7,15 +7,15 @@ reported about it. Shapes: N logged iterations, T denoising steps.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from sage_grpo.config.fields import FIELDS, Config
-from sage_grpo.runs.case import MIN_FOR_TREND, Case, gradient_signal
-from sage_grpo.runs.history import RunHistory, column
+from sage_grpo.runs.case import MIN_FOR_TREND, Case, gradient_signal, reward_slope
+from sage_grpo.runs.history import Line, RunHistory, column
 
 BF16 = 2.0**-9  # relative rounding error
 PHASES = ("rollout", "decode", "reward", "gold", "anchor", "update")
@@ -245,6 +245,19 @@ def reward_depends_on_its_call(case: Case) -> str | None:
     return None
 
 
+def learning_rates_since_refresh(lines: Sequence[Line]) -> np.ndarray:
+    """For each line, the highest learning rate since its anchor was refreshed: a resume may have lowered it."""
+    learning_rate = column(lines, "lr")
+    age = column(lines, "kl/anchor_age")
+    highest = learning_rate.copy()
+    for i in range(1, len(lines)):
+        # the rates of iterations between two lines are not known: the earlier line's counts, too
+        has_same_anchor = age[i] > age[i - 1]
+        before = highest[i - 1] if has_same_anchor else learning_rate[i - 1]
+        highest[i] = np.fmax(highest[i], before)
+    return highest
+
+
 @rule(
     "wrong anchor",
     cause="The KL pulls the policy toward weights other than those it had when the anchor was due.",
@@ -255,8 +268,10 @@ def reward_depends_on_its_call(case: Case) -> str | None:
 )
 def anchor_is_wrong(case: Case) -> str | None:
     c = case.config
-    keys = ("signal/anchor_moved", "kl/anchor_age", "lr", "signal/weight_rms")
-    distance, age, learning_rate, weight_rms = (column(case.run.full_lines, key) for key in keys)
+    keys = ("signal/anchor_moved", "kl/anchor_age", "signal/weight_rms")
+    distance, age, weight_rms = (column(case.run.full_lines, key) for key in keys)
+    # the anchor outlives a change of the yardstick, so its age may reach back to earlier lines
+    learning_rate = learning_rates_since_refresh(case.run.all_full_lines)[-len(age) :]
     # optimizers move a weight by about the learning rate, and weight decay by that share of it; rounding adds a little
     per_update = learning_rate * (1 + c.weight_decay * weight_rms)
     reachable = 2 * per_update * age + 2 * BF16 * weight_rms + 1e-30
@@ -375,10 +390,12 @@ def reward_is_noisy(case: Case) -> str | None:
     panel="Total reward",
 )
 def validation_is_unlike_training(case: Case) -> str | None:
-    slope = case.training_slope
-    iterations = case.run.full_lines[-1]["step"] - case.run.full_lines[0]["step"]
-    if case.run.breaks and case.validation_pairs:  # the two series may not begin together
-        iterations = min(iterations, case.validated_iterations)
+    if not case.validation_pairs:
+        return None
+    # training before the first or after the last validation has nothing to be compared with
+    lines = case.validated_lines
+    slope = reward_slope(lines)
+    iterations = lines[-1]["step"] - lines[0]["step"] if lines else 0
     least_gain = iterations * (slope.mean - slope.half)
     most_validated = case.validation_change.mean + case.validation_change.half
     if not (least_gain > 0 and most_validated < 0.3 * least_gain):
@@ -635,7 +652,8 @@ def clips_are_too_few(case: Case) -> str | None:
     share, error = gradient_signal(case.run.full_lines)
     if case.kl_pull > 1:  # then most of the gradient is the KL's
         return None
-    if not share + error < 0.25:
+    # the share measured is below 0 only by chance
+    if not max(share, 0.0) + error < 0.25:
         return None
 
     clips = case.clips_per_rollout * c.gradient_accumulation_steps

@@ -323,6 +323,7 @@ def start_record(trainer: Trainer) -> dict[str, Any]:
     exploration_std = schedule.window(trainer.windows.steps).std
     if not trainer.algorithm.explores:
         exploration_std = torch.zeros_like(exploration_std)
+    kl_gradient_scale = gradient_scale(schedule) * equalizer(schedule, c.use_kl_balancing).square()
     return {
         "world": world.name if world else None,
         "perfect_is_best": bool(world) and perfect_is_best(c, trainer.reward, world),
@@ -334,6 +335,7 @@ def start_record(trainer: Trainer) -> dict[str, Any]:
             "std": exploration_std.tolist(),
             "equalizer": equalizer(schedule, c.use_grad_balancing, c.ratio_norm).tolist(),
             "gradient_scale": gradient_scale(schedule, c.ratio_norm).tolist(),
+            "kl_gradient_scale": kl_gradient_scale.tolist(),
         },
     }
 

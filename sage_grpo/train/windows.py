@@ -46,7 +46,7 @@ class Windows:
 
 
 def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:
-    """Windows among the steps that have noise and are trained, `stochastic` (T,) bool: consecutive in every sampler."""
+    """Windows among the steps that have noise and are trained, `stochastic` (T,) bool; they must be consecutive."""
     noisy = stochastic.nonzero().flatten().tolist()
     if not form.last_step:
         noisy = [step for step in noisy if step < len(stochastic) - 1]
@@ -54,6 +54,13 @@ def build_windows(form: WindowForm, stochastic: Tensor, seed: int) -> Windows:
         raise ValueError(
             "the schedule has no stochastic step to train: choose an sde_type other than ode, or eta > 0; "
             "with lora_experts, a transformer that has steps"
+        )
+
+    if noisy != list(range(noisy[0], noisy[-1] + 1)):
+        numbers = ", ".join(str(step + 1) for step in noisy)
+        raise ValueError(
+            f"sde_type has noise at denoising steps {numbers}; the noisy steps of the sampler must follow each other:"
+            " give the steps between them noise, too"
         )
 
     size = len(noisy) if form.size is None else form.size

@@ -223,6 +223,53 @@ def test_only_clips_that_are_trained_count_in_an_update(replay):
     assert chosen.kl_pull == pytest.approx(case.kl_pull / 2)
 
 
+def with_per_step(folder, key, number):
+    """Add numbers by denoising step to the training lines: number(step) where the KL is known, else 0."""
+    lines = read_lines(folder)
+    for line in lines:
+        if line["kind"] == "train":
+            kl = line["per_step"]["kl_anchor"]
+            line["per_step"][key] = [
+                0.0 if value is None else number(step) for step, value in enumerate(kl)
+            ]
+    write_lines(folder, lines)
+
+
+def test_pairs_count_at_the_steps_that_they_trained(replay):
+    """The KL's pull grows with the square root of the pairs, which windows spread unevenly over the steps."""
+    folder = replay("equalizer off")
+    case = Case(read_run(folder))
+    clips = case.trained_clips
+    with_per_step(folder, "count", lambda step: clips)
+    assert Case(read_run(folder)).kl_pull == pytest.approx(case.kl_pull)
+    with_per_step(folder, "count", lambda step: clips / 4)
+    assert Case(read_run(folder)).kl_pull == pytest.approx(case.kl_pull / 2)
+
+    # two steps have all pairs: as if the others were not trained
+    with_per_step(folder, "count", lambda step: clips if step in (2, 3) else 0)
+    uneven = Case(read_run(folder)).kl_pull
+    lines = read_lines(folder)
+    for line in lines:
+        if line["kind"] == "train":
+            kl = line["per_step"]["kl_anchor"]
+            line["per_step"] = {"kl_anchor": [None, None, *kl[2:4], *[None] * (len(kl) - 4)]}
+    write_lines(folder, lines)
+    assert uneven == pytest.approx(Case(read_run(folder)).kl_pull)
+    assert uneven != pytest.approx(case.kl_pull, rel=0.1)
+
+
+def test_the_kl_has_a_gradient_scale_of_its_own(replay):
+    """With ratio_norm it is not that of the policy loss, with use_kl_balancing not that of its equalizer."""
+    folder = replay("equalizer off")
+    assumed = Case(read_run(folder)).kl_pull
+    lines = read_lines(folder)
+    schedule = lines[0]["schedule"]
+    schedule["kl_gradient_scale"] = [3 * value for value in schedule["gradient_scale"]]
+    write_lines(folder, lines)
+    change(folder, {"use_kl_balancing": True})
+    assert Case(read_run(folder)).kl_pull == pytest.approx(3 * assumed)
+
+
 def change(folder, settings=(), **metrics):
     """Replace settings of a restored run, and metrics of all its iterations."""
     file = folder / "config.yaml"
@@ -245,6 +292,27 @@ def test_weight_decay_may_move_weights_away_from_the_anchor(replay, weight_decay
         "lr": 1e-3,
     }
     change(folder, {"weight_decay": weight_decay}, **moved)
+    assert ("wrong anchor" in names(folder)) == is_wrong
+
+
+BREAK = {"kind": "break", "step": 9, "series": ["train"], "changed": {}}
+
+
+@pytest.mark.parametrize("breaks", [[], [BREAK]])
+@pytest.mark.parametrize(("last", "is_wrong"), [(12, False), (13, True)])
+def test_an_anchor_may_be_as_far_as_earlier_learning_rates_led(replay, breaks, last, is_wrong):
+    """A resume divides the learning rate by 100 after iteration 9; an anchor lasts from 7 to 12, the next from 13."""
+    folder = replay("healthy-1")
+    change(folder, {"update_ref_model_step": 6}, signal__weight_rms=0.0, signal__anchor_moved=0.005)
+    head, *lines = (line for line in read_lines(folder) if line["kind"] in ("run", "train"))
+    for line in lines:
+        line["kl/anchor_age"] = (line["step"] - 1) % 6 + 1
+        line["lr"] = 1e-3 if line["step"] <= 9 else 1e-5
+        if line["step"] <= 9:
+            line["signal/anchor_moved"] = 1e-3
+    resumed = [head | {"step": 9}, *breaks]
+    kept = [line for line in lines[9:] if line["step"] <= last]
+    write_lines(folder, [head, *lines[:9], *resumed, *kept])
     assert ("wrong anchor" in names(folder)) == is_wrong
 
 
@@ -274,6 +342,55 @@ def test_drift_is_told_in_a_unit_that_the_algorithm_has(replay, algorithm, unit)
         if finding.name == "learning rate too high"
     ]
     assert evidence.endswith(f"where 1 is the {unit}")
+
+
+SPAN = 20  # iterations; the training reward rises in the first half
+
+
+@pytest.mark.parametrize(
+    ("first", "rises_until", "is_found"), [(0, SPAN, True), (10, SPAN, True), (10, 10, False)]
+)
+def test_validation_is_compared_with_training_in_its_own_span(
+    tmp_path, first, rises_until, is_found
+):
+    """Validations at `first` and at the end are equal; what training gained before them does not count."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"max_steps: {SPAN}\n")
+    lines = [{"kind": "run", "step": 0}]
+    for step in range(1, SPAN + 1):
+        reward = 0.1 * min(step, rises_until) + 0.01 * (-1) ** step
+        lines.append({"kind": "train", "step": step, "reward/total": reward, "updates": 2 * step})
+    for step in (first, SPAN):
+        lines.append({"kind": "validation", "step": step})
+        validation = folder / "validation" / f"step-{step:06d}"
+        validation.mkdir(parents=True)
+        clips = [
+            {"file": "0.mp4", "prompt": str(i), "seed": 0, "scores": {"total": 0.1 * i}}
+            for i in range(8)
+        ]
+        (validation / "clips.json").write_text(json.dumps(clips))
+    write_lines(folder, lines)
+    assert ("validation unlike training" in names(folder)) == is_found
+    assert Case(read_run(folder)).validated_updates == 2 * (SPAN - first)
+
+
+@pytest.mark.parametrize(
+    ("shares", "is_found"), [((-0.3, 0.1), True), ((-4.0, 1.0), False), ((-1.5, 0.5), False)]
+)
+def test_a_share_of_signal_that_is_too_noisy_to_judge(replay, shares, is_found):
+    """Even if it is far below 0, which it can be only by chance; the clips it takes are more than there are."""
+    folder = replay("reward is a checksum of the clip, grpo")
+    lines = read_lines(folder)
+    training = [line for line in lines if line["kind"] == "train"]
+    for number, line in enumerate(training):
+        line["policy/grad_norm"] = 1.0 if number < 10 else 1e-3
+        line["signal/gradient"] = shares[number % 2]
+    write_lines(folder, lines)
+    evidence = [f.evidence for f in diagnose(read_run(folder)) if f.name == "too few clips"]
+    assert bool(evidence) == is_found
+    for text in evidence:
+        assert int(re.search(r"about (-?\d+) clips", text)[1]) > 64
 
 
 @pytest.mark.parametrize(("flat_groups", "is_found"), [(0.9, True), (0.5, False)])

@@ -69,6 +69,7 @@ def run_line(step: int = 0) -> dict[str, Any]:
             "std": schedule.std.tolist(),
             "equalizer": equalizer(schedule).tolist(),
             "gradient_scale": gradient_scale(schedule).tolist(),
+            "kl_gradient_scale": gradient_scale(schedule).tolist(),
         },
         "versions": {
             "python": "3.11.7",

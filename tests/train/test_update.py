@@ -9,6 +9,7 @@ import torch
 from sage_grpo.algo.equalizer import equalizer
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.parallel.fsdp import copy_into
+from sage_grpo.train.build import start_record
 from sage_grpo.train.metrics import UpdateStats
 from sage_grpo.train.update import Objective
 
@@ -207,6 +208,26 @@ def test_what_is_measured_is_what_is_minimized_whatever_the_size_of_the_batch(pr
         and stats.mean("objective") == pytest.approx(scale * stats.mean("loss") + 0.5 * kl)
     )
     assert 0 < stats.mean("grad_v") == pytest.approx(among_many.mean("grad_v"))
+
+
+def test_the_scale_of_the_kl_gradient_is_recorded(make):
+    """Of a KL over n elements of a velocity, the gradient has the norm scale * sqrt(2 KL / n)."""
+    trainer = make(ratio_norm=True, use_kl_balancing=True, use_grad_balancing=False)
+    goal = Objective(
+        backbone=trainer.backbone,
+        algorithm=trainer.algorithm,
+        guidance=trainer.guidance,
+        schedule=trainer.schedule,
+        kl_lambda=0.5,
+        num_pairs=1,
+    )
+    recorded = start_record(trainer)["schedule"]["kl_gradient_scale"]
+    for step in trainer.windows.steps:
+        velocity = torch.randn(1, 50, device=trainer.schedule.std.device, requires_grad=True)
+        kl = trainer.schedule.kl(step, velocity, torch.zeros_like(velocity))
+        (gradient,) = torch.autograd.grad(goal.kl_scale[step] * kl.sum(), velocity)
+        expected = recorded[step] * math.sqrt(2 * kl.item() / 50)
+        assert gradient.norm().item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_broken_path_is_not_measured(prepared):

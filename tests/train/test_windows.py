@@ -109,6 +109,15 @@ def test_windows_lie_where_the_sampler_has_noise():
         build_windows(parse_window("all"), ~ALL, 0)
 
 
+def test_noisy_steps_that_are_apart_are_refused():
+    """A window is a range: it would train steps without noise, and never explore the last ones that have some."""
+    apart = torch.tensor([True, False, True, False, True])
+    with pytest.raises(
+        ValueError, match=r"steps 1, 3, 5; the noisy steps .* must follow each other"
+    ):
+        build_windows(parse_window("all"), apart, seed=0)
+
+
 WRONG = (
     "",
     "some",
