@@ -170,11 +170,8 @@ def different_metrics(run: Path, reference: Path) -> list[str]:
 
     def numbers(folder: Path) -> dict[str, dict[str, Any]]:
         run = read_run(folder)
-        lines = [
-            (f"{kind} {line['step']}", line)
-            for kind in ("train", "validations")
-            for line in getattr(run, kind)
-        ]
+        kinds = {"train": run.full_lines, "validations": run.validations}
+        lines = [(f"{kind} {line['step']}", line) for kind in kinds for line in kinds[kind]]
         return {
             name: {k: v for k, v in line.items() if not k.startswith(LEFT_OUT)}
             for name, line in lines
