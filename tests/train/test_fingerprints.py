@@ -156,7 +156,7 @@ def test_a_resumed_run_names_each_thing_that_changed_in_a_sentence(
         "reward_weights",
         "versions torch",
     }
-    start = json.loads((resumed.run.path / "metrics.jsonl").read_text().splitlines()[-2])
+    start = json.loads((resumed.run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert start["kind"] == "run"
     assert start["fingerprints"]["versions"] == {"torch": "0.1"}
 
