@@ -41,7 +41,7 @@ METHODS: dict[str, tuple[str, ...]] = {"heads": (), "lora": ("--epochs", "1")}
 
 @dataclass(frozen=True)
 class Size:
-    """Of the study."""
+    """Numbers and sizes of the study's clips."""
 
     prompts: int  # two clips each
     frames: int
