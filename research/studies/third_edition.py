@@ -181,11 +181,32 @@ def arms() -> Mapping[str, Flags]:
 
 
 def guided(best: Sequence[str]) -> dict[str, Flags]:
-    """These arms and the reference, sampled with guidance; the same units pay for fewer updates."""
-    return {
-        f"{arm}, guided": equal_units({**methods()[arm], **GUIDED})
-        for arm in dict.fromkeys((REFERENCE, *best))
-    }
+    """These arms and the reference, sampled with guidance; the same units pay for fewer updates.
+
+    An arm that trains some of its clips is also there with their advantages centered: what all of them pull at, the
+    guidance that they were sampled with, then cancels again.
+    """
+    study_arms = {}
+    for arm in dict.fromkeys((REFERENCE, *best)):
+        flags = equal_units({**methods()[arm], **GUIDED})
+        study_arms[guided_arm(arm)] = flags
+        if "train_clips" in flags:
+            study_arms[centered_arm(arm)] = {**flags, "center_trained": True}
+    return study_arms
+
+
+def guided_arm(arm: str) -> str:
+    return f"{arm}, guided"
+
+
+def centered_arm(arm: str) -> str:
+    return f"{guided_arm(arm)}, centered"
+
+
+def centered_pairs(study_arms: Collection[str]) -> dict[str, str]:
+    """The centered arms, each with the arm that differs in nothing else."""
+    pairs = {centered_arm(arm): guided_arm(arm) for arm in methods()}
+    return {arm: other for arm, other in pairs.items() if arm in study_arms}
 
 
 @cache
@@ -331,6 +352,7 @@ def arm_table(study: str, study_arms: Mapping[str, Flags]) -> str:
 NUM_ARMS = len(ALGORITHMS) * len(SHARES)
 NEW_SAMPLER_RUNS = FEW_SEEDS * (len(SAMPLERS) - 1)  # today's are among those of `clips`
 NEW_POINT_RUNS = FEW_SEEDS * (len(ANCHORS) + len(FEWER_UPDATES))
+GUIDED_RUNS = len(RATES) + SEEDS  # per arm
 SEARCHED_RATES = ", ".join(f"{rate:g}" for rate in RATES)
 REGISTERED = f"""# Registration of the third edition
 
@@ -356,7 +378,10 @@ and the two points of `variety` that are arms of `clips` keep theirs.
 its last runs leave free `samplers` and `variety` (seeds 1 to {FEW_SEEDS}, whose reference shares the runs of `clips`);
 `variety_check` (the proposed point, seeds {FEW_SEEDS + 1} to {2 * FEW_SEEDS}); then `guidance_rates`,
 `further_guidance_rates` and `guidance` (guidance 2, seeds 1 to {SEEDS}) for the two arms of `clips` with the highest
-mean gold match of the last validation, among those of which no run collapsed, and for *{REFERENCE}*.
+mean gold match of the last validation, among those of which no run collapsed, and for *{REFERENCE}*. Those of
+the two that train some of their clips are run twice: as they are, and with the advantages of the trained clips centered
+(`center_trained`), because those of a skewed group do not add up to 0, and what is left pulls at the guidance that all
+its clips were sampled with.
 
 **Measures**, per seed: gold match of the last validation; units until held-out prompts first have a match of
 {GOAL_MATCH:g}, linearly between validations, where a run that never has it counts with all its units; reward; and the
@@ -373,6 +398,10 @@ match leave the comparison of units.
 - An arm **wins** if it meets the goal and is no worse in both. If none does, the numbers are the result, and the nft
   recipes keep `train_clips 2` only if its arm is no worse in match and meets the goal on average.
 - All other differences follow the rule of the second edition: 95 % interval and Holm's correction over the arms.
+
+**Decision about centering.** A centered arm is compared with the same arm that is not centered, by pairs of seeds. If
+for one of them no centered run collapsed and the lower end of the 95 % interval of the difference in match is above 0,
+the nft recipes get `center_trained`. Otherwise it stays a flag that no recipe uses.
 
 **Decisions about samplers.** Samplers are compared with *{TODAYS_SAMPLER}*, guided ones with *{GUIDED_SAMPLER}*. A step
 less saves a fourteenth of a clip's units, and four seeds cannot tell such a difference from chance, so means decide:
@@ -406,9 +435,9 @@ A collapsed run has no last validation, and is counted. Runs that fail for a rea
 
 **Budget.** {NUM_ARMS} arms: {3 * NUM_ARMS} runs of the search and some beyond its ends, {SEEDS * NUM_ARMS} that are
 compared, {NEW_SAMPLER_RUNS} of other samplers, {NEW_POINT_RUNS} of other points (8 of them shorter) and up to
-{FEW_SEEDS} that confirm one, and about {3 * len(RATES) + 3 * SEEDS} with guidance. In the second edition 106 runs of
-these units took 26 minutes with 18 processes on an H200; by that, the search and `clips` take 35 minutes, `samplers` 9,
-`variety` and its check 8 and guidance 9: about an hour.
+{FEW_SEEDS} that confirm one, and {3 * GUIDED_RUNS} to {5 * GUIDED_RUNS} with guidance. In the second edition 106 runs
+of these units took 26 minutes with 18 processes on an H200; by that, the search and `clips` take 35 minutes, `samplers`
+9, `variety` and its check 8 and guidance up to 14: a bit more than an hour.
 """
 
 
@@ -423,12 +452,16 @@ def summary(results: Path, target: Path) -> int:
     def spread(_: Arms, runs: Mapping[str, Record], study: str) -> str:
         return compute.spread_table(arms_in(study, runs))
 
+    def guidance(arms: Arms, runs: Mapping[str, Record]) -> str:
+        compared = third_tables.goal_table(arms, runs, reference=guided_arm(REFERENCE))
+        return f"{compared}\n{third_tables.centering_table(arms, centered_pairs(arms), SEEDS)}"
+
     def search(_: Arms, runs: Mapping[str, Record], study: str) -> str:
         return compute.search_table(runs, (study, f"further_{study}"))
 
     tables: dict[str, Table] = {
         "clips": partial(third_tables.goal_table, reference=REFERENCE),
-        "guidance": partial(third_tables.goal_table, reference=f"{REFERENCE}, guided"),
+        "guidance": guidance,
         "samplers": partial(third_tables.sampler_table, against=COMPARED_SAMPLERS, seeds=FEW_SEEDS),
         "variety": partial(
             third_tables.variety_table,

@@ -128,6 +128,36 @@ def goal_table(study_arms: Arms, _: Mapping[str, Record], reference: str) -> str
     return f"{markdown(rows)}\n{INTERVALS}\n"
 
 
+def centering_table(study_arms: Arms, pairs: Mapping[str, str], seeds: int) -> str:
+    """Every arm with centered advantages against the one without, and whether the recipes center.
+
+    pairs: the centered arms, each with the arm that differs in nothing else.
+    """
+    finished = with_results(study_arms)
+    rows = [["centered", "runs", "gold match", "minus not centered", "spread minus not centered"]]
+    better = []
+    for arm, plain in pairs.items():
+        if arm not in finished or plain not in finished:
+            continue
+        runs = finished[arm]
+        match = gaps(runs, finished[plain], compute.last_match)
+        spread = gaps(runs, finished[plain], end_spread)
+        cells = [with_half(compute.match_of(runs)), with_half(match, 3, "+")]
+        rows.append([arm, str(len(runs)), *cells, with_half(spread, 3, "+")])
+        if match.mean - match.half > 0 and not collapsed(runs):
+            better.append(arm)
+    if len(rows) == 1:
+        return NO_RESULTS
+    decided = "By the registered rule the recipes do not center."
+    if better:
+        decided = (
+            f"By the registered rule the recipes center: better in match are {'; '.join(better)}."
+        )
+    if any(len(study_arms[arm]) < seeds for pair in pairs.items() for arm in pair):
+        decided = "Not decided yet: runs are left."
+    return f"{markdown(rows)}\n{INTERVALS} {decided}\n"
+
+
 @dataclass(frozen=True)
 class SamplerResult:
     """An arm against the one it is compared with."""

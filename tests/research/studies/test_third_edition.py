@@ -18,6 +18,8 @@ from research.studies.third_edition import (
     TODAYS_POINT,
     TODAYS_SAMPLER,
     arms,
+    centered_pairs,
+    guided,
     main,
     page,
     points,
@@ -29,6 +31,7 @@ from research.studies.third_edition import (
 from research.studies.third_tables import (
     PLACES,
     SPREAD,
+    centering_table,
     goal_table,
     log_ratios,
     sampler_table,
@@ -243,9 +246,41 @@ def test_guidance_waits_for_the_two_best_that_never_collapsed(tmp_path):
             records.append(results, result(arm, seed, 0.4 + number / 100, collapsed))
     names = list(arms())
     assert two_best(results) == [names[10], names[9]]
-    guided = studies(results)["guidance_rates"].arms
-    assert len(guided) == 3 * len(RATES)
-    assert {flags["guidance_scale"] for flags in guided.values()} == {2.0}
+    searched = studies(results)["guidance_rates"].arms
+    assert len(searched) == 5 * len(
+        RATES
+    )  # both train some of their clips, and so are centered too
+    assert {flags["guidance_scale"] for flags in searched.values()} == {2.0}
+
+
+BEST = "nft, best and worst of 8"
+PLAIN, CENTERED = f"{BEST}, guided", f"{BEST}, guided, centered"
+
+
+def test_a_centered_arm_differs_in_nothing_else():
+    study_arms = guided([BEST, "awm, all of 8"])
+    assert centered_pairs(study_arms) == {CENTERED: PLAIN}
+    assert study_arms[CENTERED] == study_arms[PLAIN] | {"center_trained": True}
+    assert "awm, all of 8, guided" in study_arms
+
+
+CENTERINGS = {  # match and spread of the centered runs, and what is decided
+    "better": ((0.95, 0.44), "recipes center"),
+    "better but collapsed": ((0.95, 0.44, "lost"), "do not center"),
+    "the same": ((0.9, 0.44), "do not center"),
+    "worse": ((0.8, 0.44), "do not center"),
+}
+
+
+@pytest.mark.parametrize("case", CENTERINGS)
+def test_recipes_center_if_it_is_better(case):
+    ends, expected = CENTERINGS[case]
+    made = made_up(guided([BEST]), {None: (0.9, 0.44), CENTERED: ends}, range(1, 9))
+    table = centering_table(made, {CENTERED: PLAIN}, 8)
+    assert expected in table
+    made[PLAIN].pop(3)
+    assert "Not decided yet" in centering_table(made, {CENTERED: PLAIN}, 8)
+    assert centering_table({}, {CENTERED: PLAIN}, 8) == "No results yet.\n"
 
 
 def stage_in(words):
@@ -336,9 +371,9 @@ def test_all_stages_lead_to_the_page_of_results(tmp_path, monkeypatch):
     for name in ("clips", "samplers", "variety"):
         assert {flags["learning_rate"] for flags in registered[name].arms.values()} == {3e-3}
     assert list(registered["variety_check"].arms) == [TODAYS_POINT, WIDER]
-    guided = registered["guidance"].arms
-    assert len(guided) == 3
-    assert all(arm.startswith("nft, ") for arm in guided)
+    guided_arms = registered["guidance"].arms
+    assert len(guided_arms) == 5
+    assert all(arm.startswith("nft, ") for arm in guided_arms)
     runs = [run["study"] for run in records.read_all(results).values()]
     assert {name: runs.count(name) for name in ("samplers", "variety", "variety_check")} == {
         "samplers": 36, "variety": 32, "variety_check": 4,
@@ -350,6 +385,7 @@ def test_all_stages_lead_to_the_page_of_results(tmp_path, monkeypatch):
     text = page_of_results.read_text()
     assert text.count("| verdict |") == 4
     assert f"the recipes take **{WIDER}**" in text
+    assert "the recipes do not center" in text
     assert f"dpm, 4 steps instead of {TODAYS_SAMPLER}" in text
     assert set(drawn) >= {f"results_3_{name}" for name in ("clips", "samplers", "variety")}
     assert (tmp_path / "figures" / "results_3_variety.png").stat().st_size > 10_000
