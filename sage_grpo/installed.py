@@ -22,7 +22,6 @@ PACKAGES = (
     "yaml",
     "matplotlib",
     "jinja2",
-    "httpx2",
 )
 NAMED = 3  # missing packages that the message names
 

@@ -220,7 +220,9 @@ def iteration(scratch: Path, name: str, rehearse: bool) -> Results:
         warmed = warm(trainer, two_streams=False)
         (record,), (inside,) = measure(trainer)
         trainer.run.close()
-    moment, planned = peak(plan_of(config, 1))
+    plan = plan_of(config, 1)
+    moment, planned = peak(plan)
+    resolved = plan.config  # with the sizes that the recipe leaves to the model
     seconds = {phase: record[f"time/{phase}"] for phase in PHASES}
     return {
         "seconds_of": seconds,
@@ -232,9 +234,9 @@ def iteration(scratch: Path, name: str, rehearse: bool) -> Results:
         "moment": moment,
         "clips_per_hour": 3600 * CLIPS / sum(seconds.values()),
         "deviation": record["policy/ratio_max_deviation"],
-        "clip": [config.num_frames, config.height, config.width],
+        "clip": [resolved.num_frames, resolved.height, resolved.width],
         "limit": case.limit,
-        "host": swapped_bytes(plan_of(config, 1)) / 1e9,
+        "host": swapped_bytes(plan) / 1e9,
     }
 
 
