@@ -64,13 +64,13 @@ class Meter:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Mark every forward and backward, without device syncs."""
-        forward, backward = self.kind.branch, Tensor.backward
-        self.kind.branch = self._marked(forward)
+        forward, backward = self.kind.velocity, Tensor.backward
+        self.kind.velocity = self._marked(forward)
         Tensor.backward = self._marked(backward)
         try:
             yield
         finally:
-            self.kind.branch = forward
+            self.kind.velocity = forward
             Tensor.backward = backward
 
     def _marked(self, call: Callable[..., Any]) -> Callable[..., Any]:

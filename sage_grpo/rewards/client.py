@@ -152,8 +152,8 @@ def _open_client(url: str, timeout: float, token: str) -> Any:
     """An httpx2.Client that opens a new connection per request, only to `url`: no proxies, no redirects."""
     try:
         import httpx2  # takes 0.1 s
-    except ImportError as error:  # the one package that only remote rewards need
-        raise RemoteError(f"remote_reward_url needs httpx2 of requirements.txt: {error}") from error
+    except ImportError as error:
+        raise RemoteError("a reward server is asked with httpx2, which is missing") from error
 
     if "@" in url:
         raise RemoteError(

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import socket
+import sys
 import time
 from contextlib import suppress
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import post_train
+from sage_grpo import installed
 from sage_grpo.environment import HOSTS_VARIABLE, TOKEN_VARIABLE
 from sage_grpo.rewards import client
 from sage_grpo.rewards.base import Setup
@@ -57,6 +59,14 @@ def test_scores_come_back_under_their_names(tmp_path):
             RemoteError, match=r"refused \(422\): the prompt 'dark' cannot be scored"
         ):
             reward.check(["a", "dark"])
+
+
+def test_without_its_package_a_remote_reward_says_so(monkeypatch):
+    """The package is not among those that every program needs."""
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(RemoteError, match="with httpx2, which is missing"):
+        remote_reward("http://127.0.0.1:9")
+    assert "httpx2" not in installed.PACKAGES
 
 
 def test_several_rewards_keep_their_names_apart():

@@ -26,7 +26,7 @@ from sage_grpo.rewards.videoalign.writing import (
     write_with_head,
     write_with_weights,
 )
-from sage_grpo.tools.plan.calibration import MEASURED_ON, calibrate
+from sage_grpo.tools.plan.calibration import MEASURED_ON, Calibration, calibrate
 from sage_grpo.tools.prefer.answers import Answer, read_answers
 from sage_grpo.tools.prefer.heads import (
     Comparisons,
@@ -39,13 +39,15 @@ from sage_grpo.tools.prefer.heads import (
 from sage_grpo.tools.prefer.lora import LARGE, LoraLearner, Recipe
 from sage_grpo.tools.prefer.statistics import Share, share
 from sage_grpo.tools.prefer.study import Study, StudyError, clip_path
-from sage_grpo.tools.prefer.study_clips import StudyClips
+from sage_grpo.tools.prefer.study_clips import BATCH, StudyClips
 from sage_grpo.tools.templating import render
 
 MIN_PROMPTS = 10
 BINS = 5  # of calibration
 RESAMPLES = 400  # of a bootstrap
 GB = 1e9  # bytes
+# of memory per vision patch of a batch in a forward of the published model; 3.9 GB were measured for 80,640
+PATCH_BYTES = 48e3
 MARKER = "made-by-prefer-learn"  # file in the folder OUTPUT.partial, which is deleted in the end
 
 
@@ -197,27 +199,29 @@ def plan_line(clips: StudyClips, options: argparse.Namespace, num_comparisons: i
         return f"{text}: under 1 GB, and a few minutes on two cores at most"
     calibration = calibrate()
     cost = calibration.rewards["videoalign"]
-    memory = cost.weight_bytes + cost.forward_bytes
+    patches = clips.patches(0, keeps=False)[0]
+    memory = PATCH_BYTES * len(patches) * min(BATCH, num_clips)
     forwards = num_clips
     if options.method == "lora":
-        memory += lora_bytes(clips, options.rank, calibration.training_activations.eager)
+        # training comes after the hidden states
+        memory = max(memory, lora_bytes(clips, options.rank, calibration))
         # two trainings; each pass over a pair: two clips, forward, layers recomputed, backward to the adapters
         forwards += 2 * options.epochs * num_comparisons * 2 * 3
+    memory += cost.weight_bytes
     minutes = forwards * cost.seconds / 60
     return f"{text}: {memory / GB:.1f} GB, at most about {minutes:.0f} minutes on an {MEASURED_ON}"
 
 
-def lora_bytes(clips: StudyClips, rank: int, block_activations: float) -> float:
-    """Memory that training an adapter takes in addition: its state, and activations of one pair.
-
-    block_activations: of a layer that is recomputed, in the planner's unit, one bf16 number per token and channel.
-    """
+def lora_bytes(clips: StudyClips, rank: int, calibration: Calibration) -> float:
+    """Memory that training an adapter takes besides the weights: its state, and activations of one pair."""
     model = clips.reward.model
     text = model.config.text_config
     state = 16 * adapter_size(model, rank)  # fp32: weights, gradients, two moments
-    tokens = 2 * clips.inputs([0], keeps=False)["input_ids"].shape[1]
-    unit = 2 * tokens * text.hidden_size
-    return state + unit * (text.num_hidden_layers + block_activations)
+    inputs = clips.inputs([0, 0], keeps=False)
+    num_tokens = inputs["input_ids"].numel()
+    unit = 2 * num_tokens * text.hidden_size  # one bf16 number per token and channel
+    layers = unit * (text.num_hidden_layers + calibration.training_activations.eager)
+    return state + layers + PATCH_BYTES * len(inputs["pixel_values_videos"])
 
 
 def clips_key(options: argparse.Namespace, study: Study, device: str, dtype: torch.dtype) -> str:

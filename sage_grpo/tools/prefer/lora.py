@@ -255,6 +255,7 @@ class LoraLearner:
 
     def new_fit(self, comparisons: Comparisons) -> AdapterFit:
         """A new fit on a freshly loaded base: each fit ends by merging its adapter into the weights."""
+        del self.clips.reward  # first, or two models would be in memory
         self.clips.reward = self.open_reward()
         head = self.first_head(comparisons)
         return AdapterFit(

@@ -26,6 +26,13 @@ def test_all_parts_are_measured_and_ours_agrees_with_stock(
     monkeypatch.setattr(
         "research.benchmarks.grpo.training.Stopwatch", type("Watch", (training.Stopwatch,), {})
     )
+    seen = []  # of the transformer: seconds by phase
+    overhead = script.trainer_overhead
+    monkeypatch.setattr(
+        script,
+        "trainer_overhead",
+        lambda spent, inside: seen.append(inside) or overhead(spent, inside),
+    )
     page = tmp_path / "page.md"
     with pytest.raises(SystemExit) as end:
         flags = ["--rehearse", "--model", name, "--scratch", str(tmp_path / "scratch")]
@@ -40,6 +47,7 @@ def test_all_parts_are_measured_and_ours_agrees_with_stock(
     )
     assert all(text.count(f"| {row} |") == transformers for row in rows)
     apart = [float(number) for number in re.findall(r"velocity (\S+) apart", text)]
+    assert all(seen[0][phase] > 0 for phase in ("rollout", "anchor", "update"))
     assert len(apart) == 2 * transformers and max(apart, default=0) < 1e-5
     assert re.findall(r"rollout to training (\S+)", text) == ["0"] * 2 * transformers
     assert "first ratio from 1: 0." in text and all(

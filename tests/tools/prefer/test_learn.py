@@ -1,6 +1,7 @@
 """Learning a reward from answers: the real VideoAlign classes at a tiny size, and raters with a known taste."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from sage_grpo.rewards.videoalign.folder import check_folder
 from sage_grpo.rewards.videoalign.reward import VideoAlign
 from sage_grpo.rewards.videoalign.writing import write_with_head
 from sage_grpo.runs.media import write_mp4
-from sage_grpo.tools.prefer import study_clips
+from sage_grpo.tools.prefer import learn, study_clips
 from sage_grpo.tools.prefer.__main__ import main, parse_arguments
 from sage_grpo.tools.prefer.answers import AnswersFile, read_answers
 from sage_grpo.tools.prefer.heads import (
@@ -275,6 +276,24 @@ def test_stored_states_belong_to_the_device_the_precision_and_the_clips(clips, t
     (clips_folder(answers) / "1.mp4").write_bytes(encoded(7))
     keys.append(key())
     assert len(set(keys)) == 4
+
+
+@pytest.mark.parametrize("method", ["heads", "lora"])
+def test_the_plan_of_the_published_model_is_near_what_was_measured(
+    clips, tmp_path, monkeypatch, method
+):
+    """48 clips of 121 x 480 x 848, 5040 patches each: the peak was 8.3 GB on an H200."""
+    answers = write_study(tmp_path / "prefs.jsonl", clips, True, prompts=10)
+    study, _ = read_answers(answers)
+    words = ["learn", str(answers), "--base", str(BASE), "--output", str(tmp_path / "reward")]
+    _, options = parse_arguments([*words, "--method", method])
+    study_clips = StudyClips(VideoAlign(BASE), study, answers, tmp_path, "key")
+    of_full_size = torch.zeros(5040, 1176), (5, 24, 42)
+    monkeypatch.setattr(study_clips, "patches", lambda number, keeps: of_full_size)
+    monkeypatch.setattr(learn, "LARGE", 0)
+    line = learn.plan_line(study_clips, options, num_comparisons=48)
+    gigabytes = float(re.search(r": (\S+) GB, at most about \d+ minutes", line)[1])
+    assert gigabytes == pytest.approx(8.3, rel=0.05)
 
 
 @pytest.mark.parametrize("flag", ["--rank=4", "--epochs=8", "--learning_rate=1e-3", "--batch=2"])

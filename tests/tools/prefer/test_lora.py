@@ -1,5 +1,6 @@
 """Fitting an adapter to answers: the embedded reward, and clips that are cut into patches already."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -161,17 +162,37 @@ def test_training_stops_when_left_out_prompts_are_no_longer_judged_better(tmp_pa
     assert not EarlyStop(fit, compared(), tmp_path, "other").losses
 
 
+def learner_from(clips, open_reward):
+    return LoraLearner(
+        open_reward=open_reward,
+        clips=clips,
+        first_head=lambda comparisons: full_head(VideoAlign(BASE).head),
+        base_scores=base_scores(VideoAlign(BASE), clips),
+        recipe=RECIPE,
+        dtype=torch.float32,
+        key="key",
+    )
+
+
+def test_only_one_model_is_in_memory_at_a_time(clips):
+    models = [weakref.ref(clips.reward.model)]
+
+    def open_reward():
+        assert not any(model() for model in models), "the next model is loaded beside the last"
+        reward = VideoAlign(BASE)
+        models.append(weakref.ref(reward.model))
+        return reward
+
+    learner = learner_from(clips, open_reward)
+    learner.judge(compared(), compared(1))
+    learner.epochs = 1
+    learner.final(compared())
+    assert len(models) == 3
+
+
 def test_what_is_judged_and_what_is_written_come_from_the_base_each_time(clips):
     def learner():
-        return LoraLearner(
-            open_reward=lambda: VideoAlign(BASE),
-            clips=clips,
-            first_head=lambda comparisons: full_head(VideoAlign(BASE).head),
-            base_scores=base_scores(VideoAlign(BASE), clips),
-            recipe=RECIPE,
-            dtype=torch.float32,
-            key="key",
-        )
+        return learner_from(clips, lambda: VideoAlign(BASE))
 
     first = learner()
     scores = first.judge(compared(), compared(1))
