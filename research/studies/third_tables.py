@@ -129,7 +129,7 @@ def goal_table(study_arms: Arms, _: Mapping[str, Record], reference: str) -> str
 
 
 def centering_table(study_arms: Arms, pairs: Mapping[str, str], seeds: int) -> str:
-    """Every arm with centered advantages against the one without, and whether the recipes center.
+    """Every arm with centered advantages against the one without, and whether centering stays the default.
 
     pairs: the centered arms, each with the arm that differs in nothing else.
     """
@@ -148,10 +148,11 @@ def centering_table(study_arms: Arms, pairs: Mapping[str, str], seeds: int) -> s
             better.append(arm)
     if len(rows) == 1:
         return NO_RESULTS
-    decided = "By the registered rule the recipes do not center."
+    decided = "By the registered rule centering is no longer the default."
     if better:
+        names = "; ".join(better)
         decided = (
-            f"By the registered rule the recipes center: better in match are {'; '.join(better)}."
+            f"By the registered rule centering stays the default: better in match are {names}."
         )
     if any(len(study_arms[arm]) < seeds for pair in pairs.items() for arm in pair):
         decided = "Not decided yet: runs are left."

@@ -131,8 +131,9 @@ class OptimizationFlags:
         default_text="all",
     )
     center_trained: bool = flag(
-        False,
-        "with train_clips: subtract the mean advantage of a group's trained clips, so that they add up to 0",
+        True,
+        "with train_clips: subtract the mean advantage of a group's trained clips, so that they add up to 0; "
+        "without it, training may push the model away from all of its own clips",
     )
     gradient_accumulation_steps: int = flag(1, "rollout batches per optimizer step", minimum=1)
     updates_per_rollout: int = flag(1, "optimizer steps per rollout batch", minimum=1)

@@ -118,15 +118,6 @@ def _trained_clips_fit_the_ranks(c: Config, ranks: int) -> str | None:
     return None
 
 
-def _centering_needs_fewer_clips(c: Config, ranks: int) -> str | None:
-    if c.center_trained and c.group_trained == c.num_generations:
-        return (
-            "center_trained is True, but all clips are trained, and their advantages add up to 0 already: "
-            "set train_clips, or leave center_trained out"
-        )
-    return None
-
-
 def _shards_run_equal_windows(c: Config, ranks: int) -> str | None:
     window = c.window_form
     moves = window.per_group and not window.is_whole
@@ -316,7 +307,6 @@ RULES = (
     _hacking_is_measurable,
     _groups_fit_the_ranks,
     _trained_clips_fit_the_ranks,
-    _centering_needs_fewer_clips,
     _shards_run_equal_windows,
     _shards_run_equal_forwards,
     _groups_explore,

@@ -411,6 +411,7 @@ class Trainer:
         """The clips to train with all that training needs of them, and their advantages.
 
         With `train_clips`, the best and the worst of each group, in equal numbers on every rank; else all.
+        The advantages of a full group add up to 0 already.
         """
         c = self.config
         rows = extreme_rows(
@@ -419,10 +420,11 @@ class Trainer:
             group_size=c.num_generations,
             count=c.group_trained,
         )
-        if len(rows) < len(advantages.values):
-            batch = self.regroup(batch, rows)
         trained_advantages = advantages.at(rows)
-        if c.center_trained:
+        selects = len(rows) < len(advantages.values)
+        if selects:
+            batch = self.regroup(batch, rows)
+        if selects and c.center_trained:
             trained_advantages = centered(trained_advantages, c.group_trained)
         return self.prepare_for_training(batch), trained_advantages
 

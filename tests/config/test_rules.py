@@ -74,11 +74,6 @@ def test_flags_that_contradict_each_other_are_refused(values, words):
         ({"batch_size": 4, "train_clips": 5}, 1, "train_clips is 5; .* at most that"),
         ({"batch_size": 2, "train_clips": 3}, 2, "train_clips is 3; .* a multiple of 2"),
         (
-            {"batch_size": 4, "center_trained": True},
-            1,
-            "center_trained is True, .* set train_clips",
-        ),
-        (
             {"batch_size": 8, "num_generations": 8, "train_clips": 6, "micro_batch_size": 4},
             1,
             "micro_batch_size is 4; it must divide the 6 clips",

@@ -51,7 +51,7 @@ def gradients(trainer, advantages):
 def test_gradients_are_those_of_the_extremes_alone(make, name, micro_batch_size):
     """As if all were trained and the others had no advantage; the mean is over half as many clips."""
     flags = GROUPS | ALGORITHMS[name] | {"micro_batch_size": micro_batch_size, "kl_weight": 0.0}
-    trainer = make(**flags, train_clips=2)
+    trainer = make(**flags, train_clips=2, center_trained=False)
     found, batch = gradients(trainer, known_advantages(trainer))
     chosen = [clip for trajectory in batch for clip in trajectory.micro_batch]
     everyone = [clip for clips in trainer.micro_batches() for clip in clips]
@@ -68,12 +68,18 @@ def test_gradients_are_those_of_the_extremes_alone(make, name, micro_batch_size)
 
 
 def test_centered_advantages_pull_equally_to_both_sides(make):
-    trainer = make(**GROUPS, **ALGORITHMS["nft"], train_clips=2, center_trained=True)
+    trainer = make(**GROUPS, **ALGORITHMS["nft"], train_clips=2)
     advantages = known_advantages(trainer)
     chosen = advantages.values[EXTREMES].view(2, 2)
     _, trained = trainer.select(trainer.roll_out(), advantages)
     half = (chosen[:, 0] - chosen[:, 1]) / 2
     torch.testing.assert_close(trained.values.view(2, 2), torch.stack([half, -half], 1))
+
+    everything = make(**GROUPS, **ALGORITHMS["nft"], overwrite=True)
+    advantages = known_advantages(everything)
+    advantages.values[0] += 1.0  # a full group is left as it is
+    _, trained = everything.select(everything.roll_out(), advantages)
+    assert torch.equal(trained.values, advantages.values)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -19,7 +19,6 @@ from research.studies.third_edition import (
     TODAYS_SAMPLER,
     arms,
     centered_pairs,
-    guided,
     main,
     page,
     points,
@@ -247,35 +246,33 @@ def test_guidance_waits_for_the_two_best_that_never_collapsed(tmp_path):
     names = list(arms())
     assert two_best(results) == [names[10], names[9]]
     searched = studies(results)["guidance_rates"].arms
-    assert len(searched) == 5 * len(
-        RATES
-    )  # both train some of their clips, and so are centered too
+    assert len(searched) == 3 * len(RATES)  # of the two and of the reference
     assert {flags["guidance_scale"] for flags in searched.values()} == {2.0}
 
 
-BEST = "nft, best and worst of 8"
-PLAIN, CENTERED = f"{BEST}, guided", f"{BEST}, guided, centered"
+CENTERED, PLAIN = "nft, best and worst of 8", "nft, best and worst of 8, not centered"
 
 
 def test_a_centered_arm_differs_in_nothing_else():
-    study_arms = guided([BEST, "awm, all of 8"])
-    assert centered_pairs(study_arms) == {CENTERED: PLAIN}
-    assert study_arms[CENTERED] == study_arms[PLAIN] | {"center_trained": True}
-    assert "awm, all of 8, guided" in study_arms
+    pairs = centered_pairs()
+    assert len(pairs) == 3 and pairs[CENTERED] == PLAIN
+    for arm, other in pairs.items():
+        assert arms()[other] == arms()[arm] | {"center_trained": False}
 
 
 CENTERINGS = {  # match and spread of the centered runs, and what is decided
-    "better": ((0.95, 0.44), "recipes center"),
-    "better but collapsed": ((0.95, 0.44, "lost"), "do not center"),
-    "the same": ((0.9, 0.44), "do not center"),
-    "worse": ((0.8, 0.44), "do not center"),
+    "better": ((0.95, 0.44), "stays the default"),
+    "better but collapsed": ((0.95, 0.44, "lost"), "no longer the default"),
+    "the same": ((0.9, 0.44), "no longer the default"),
+    "worse": ((0.8, 0.44), "no longer the default"),
 }
 
 
 @pytest.mark.parametrize("case", CENTERINGS)
-def test_recipes_center_if_it_is_better(case):
+def test_centering_stays_the_default_if_it_is_better(case):
     ends, expected = CENTERINGS[case]
-    made = made_up(guided([BEST]), {None: (0.9, 0.44), CENTERED: ends}, range(1, 9))
+    compared = {arm: arms()[arm] for arm in (CENTERED, PLAIN)}
+    made = made_up(compared, {None: (0.9, 0.44), CENTERED: ends}, range(1, 9))
     table = centering_table(made, {CENTERED: PLAIN}, 8)
     assert expected in table
     made[PLAIN].pop(3)
