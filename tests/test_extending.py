@@ -24,7 +24,7 @@ from sage_grpo.tools import evaluate
 from sage_grpo.tools.doctor import __main__ as doctor
 from sage_grpo.tools.plan import __main__ as plan
 from sage_grpo.worlds.registry import WORLDS
-from tests.smallest_run import command_line, write_trivial_model
+from tests.smallest_run import command_line, slow, write_trivial_model
 from tests.trivial_backbone import Trivial
 
 ROOT = Path(__file__).parents[1]
@@ -95,8 +95,9 @@ def words(folder, **changes):
     return command_line({name: value for name, value in flags.items() if value is not None})
 
 
-@pytest.mark.parametrize("use_lora", [False, True])
+@pytest.mark.parametrize("use_lora", [False, slow(True)])
 def test_a_second_backbone_trains_resumes_and_samples(folder, use_lora, capsys):
+    """Slow: with an adapter."""
     assert post_train.main(words(folder, use_lora=use_lora)) == 0
     run = folder.with_name("run")
     history = read_run(run)

@@ -148,9 +148,10 @@ def in_comfyui(tencent):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hunyuan15"], indirect=True)
 def test_hunyuan_merged_by_tencents_names(transformer, adapter):
-    """Our merge, written with Tencent's names, is the exported LoRA added to Tencent's weights."""
+    """Adds Tencent's names: our merge, written with them, is the exported LoRA added to Tencent's weights."""
     weights = transformer.state_dict()
     tencent = read(stored(weights).renamed(to_tencent("transformer", weights)))
     ours = merged(weights, adapter, SCALE)

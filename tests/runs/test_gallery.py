@@ -10,6 +10,7 @@ import torch
 from sage_grpo.runs import gallery
 from sage_grpo.runs.gallery import FILES, Gallery, extremes, read_gallery, record_of, small
 from sage_grpo.runs.media import read_mp4
+from tests.smallest_run import slow
 
 # of imageio, which reads them
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -89,9 +90,14 @@ def test_what_is_written_is_read_back_and_what_is_damaged_is_left_out(tmp_path, 
     assert best.prompt == "a red circle" and math.isnan(best.reward)
 
 
-@pytest.mark.parametrize("more", [{}, {"batch_size": 8, "num_generations": 4, "train_clips": 2}])
+@pytest.mark.parametrize(
+    "more", [slow({}), {"batch_size": 8, "num_generations": 4, "train_clips": 2}]
+)
 def test_a_run_keeps_the_best_and_the_worst_of_its_rollouts(make, more):
-    """With real videos: their scores are those of the iteration, and training gives the same numbers without them."""
+    """With real videos: their scores are those of the iteration, and training gives the same numbers without them.
+
+    Slow: all clips are trained.
+    """
     trainer = make(max_steps=2, rollout_videos=5, **more)
     trainer.train()
     trainer.run.close()

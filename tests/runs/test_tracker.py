@@ -197,9 +197,11 @@ def test_a_tensorboard_that_breaks_down_is_noted_once_and_left_out(tmp_path, mon
     def fail(*arguments):
         raise TypeError("no such scalar")
 
-    monkeypatch.setattr(tracker.board, "add_scalar", fail)
+    board = tracker.board
+    monkeypatch.setattr(board, "add_scalar", fail)
     for step in (1, 2):
         tracker.write("train", step, {"reward/total": 0.5})
     tracker.close()
+    board.close()  # its thread may not have written its first line yet, and the folder is removed after the test
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     assert capfd.readouterr().err.count("goes on without it (no such scalar)") == 1

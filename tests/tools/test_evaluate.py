@@ -18,6 +18,7 @@ from sage_grpo.tools import evaluate
 from sage_grpo.worlds.shapes.scenes import captions, render, sample_scenes
 from tests.dist import run_ranks
 from tests.programs import exit_code
+from tests.smallest_run import slow
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "assets" / "tiny"
@@ -244,7 +245,7 @@ class Rows:
         return {"rows": torch.tensor([float(clip.shape[1]) for clip in clips])}
 
 
-@pytest.mark.parametrize("layout", ["a validation's listing", "a record per clip"])
+@pytest.mark.parametrize("layout", ["a validation's listing", slow("a record per clip")])
 def test_files_of_tiny_clips_are_scored_in_the_size_that_was_sampled(
     command, tmp_path, monkeypatch, layout
 ):

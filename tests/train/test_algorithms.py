@@ -5,6 +5,7 @@ import torch
 
 from sage_grpo.models.backbone import Guidance
 from sage_grpo.train.build import start_record
+from tests.smallest_run import slow
 from tests.train.test_update import our_gradients, prepared, worst_difference  # noqa: F401 - a fixture
 
 RIVALS = {"awm": {}, "nft": {"nft_beta": 0.5, "nft_decay_growth": 0.2}}
@@ -67,9 +68,11 @@ def test_gradients_equal_the_formulas(prepared, name):  # noqa: F811
     )  # fp32
 
 
-@pytest.mark.parametrize("name", RIVALS)
-@pytest.mark.parametrize("use_lora", [True, False])
+@pytest.mark.parametrize(
+    "name, use_lora", [("awm", False), slow("awm", True), slow("nft", False), ("nft", True)]
+)
 def test_runs_learn_with_an_exact_first_ratio_and_resume_to_the_bit(make, tmp_path, name, use_lora):
+    """Slow: each with the other kind of weights."""
     flags = {
         "algorithm": name,
         "use_lora": use_lora,

@@ -11,6 +11,7 @@ from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
 from sage_grpo.train.diagnosis_metrics import HalfGradient, same_reward, thumbnail, variety
 from tests.dist import run_ranks
+from tests.smallest_run import slow
 
 NAMES = {"advantage_size", "gradient", "weight_rms", "anchor_moved", "variety", "same_reward"}
 OF_RESCORING = {"rescoring", "call_difference", "call_sorted", "call_failures", "call_score"}
@@ -149,8 +150,9 @@ def two_ranks(ranks, values, broken):
 
 @pytest.mark.parametrize(
     ("broken", "seen"),
-    [("", (False, False)), ("weights", (False, True)), ("prompts", (True, False))],
+    [slow("", (False, False)), ("weights", (False, True)), ("prompts", (True, False))],
     ids=str,
 )
 def test_ranks_that_disagree(flags, broken, seen):
+    """Slow: ranks that agree, as those of every other test do."""
     assert run_ranks(2, two_ranks, flags, broken) == [[seen] * 2] * 2

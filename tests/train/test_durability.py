@@ -123,8 +123,9 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(flags, use_lora
     assert turn >= 6 and set(seen[:turn]) == {"step-000001"} and set(seen[turn:]) == {"step-000002"}
 
 
-@pytest.mark.parametrize("write", [save_again, renew_card])
+@pytest.mark.parametrize("write", [save_again, slow(renew_card)])
 def test_a_writer_killed_while_it_replaces_a_checkpoint_leaves_one_of_them(flags, write):
+    """Slow: the card alone."""
     values = flags | {"use_lora": True, "max_steps": 1, "keep_checkpoints": 1}
     (seen,) = run_ranks(1, die_in_save, values, write)
     assert len(seen) >= 8 and set(seen) == {"step-000001"}

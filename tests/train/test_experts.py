@@ -68,14 +68,15 @@ def sides(found):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        LORA,
+        slow({}),
+        slow(LORA),
         {**LORA, "prompts_per_forward": 2},
-        {"use_lora": True, "algorithm": "awm"},
+        slow({"use_lora": True, "algorithm": "awm"}),
         {**LORA, "algorithm": "nft", "nft_beta": 0.5},
     ],
 )
 def test_the_first_ratio_is_exactly_one_also_across_the_boundary(make, changes, monkeypatch):
+    """Slow: image to video, all weights, prompts apart, awm."""
     across = []
     by_noise_level = A14b.by_noise_level
 
@@ -90,10 +91,15 @@ def test_the_first_ratio_is_exactly_one_also_across_the_boundary(make, changes, 
 
 
 @pytest.mark.parametrize(
-    "start, trained", [(0, {HIGH}), (1, {HIGH, LOW}), (2, {LOW})], ids=["high", "across", "low"]
+    "start, trained",
+    [slow(0, {HIGH}), (1, {HIGH, LOW}), slow(2, {LOW})],
+    ids=["high", "across", "low"],
 )
 def test_a_window_trains_the_transformers_of_its_steps(make, start, trained):
-    """The first three iterations of a window that slides by one step; without a step, gradients are None."""
+    """The first three iterations of a window that slides by one step; without a step, gradients are None.
+
+    Slow: windows on one side of the boundary.
+    """
     trainer = make(**LORA, sde_window="slide_iteration:2:1", learning_rate=0.01)
     trainer.state.step = start
     before = {name: value.clone() for name, value in trainer.optimization.parameters.items()}
@@ -108,9 +114,10 @@ def test_a_window_trains_the_transformers_of_its_steps(make, start, trained):
 
 
 @pytest.mark.parametrize(
-    "which, prefix, steps", [("high", HIGH, range(2)), ("low", LOW, range(2, 4))]
+    "which, prefix, steps", [slow("high", HIGH, range(2)), ("low", LOW, range(2, 4))]
 )
 def test_an_adapter_for_one_transformer_trains_its_steps_alone(make, which, prefix, steps):
+    """Slow: the other transformer."""
     trainer = make(**LORA, lora_experts=which)
     assert trainer.windows.steps == steps
     assert all(name.startswith(prefix) for name in trainer.optimization.parameters)

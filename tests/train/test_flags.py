@@ -14,6 +14,14 @@ from sage_grpo.tools.report import page as report
 # functions that fill flags in or compare them, and use none
 BOOKKEEPING = {"resolve", "check", *(rule.__name__ for rule in RULES)}
 
+OTHER_ALGORITHM = {
+    "algorithm": "nft",
+    "nft_decay_growth": 0.1,
+    "ema_decay": 0.5,
+    "num_generations": 4,
+    "train_clips": 2,
+}
+
 
 def recorded(kind: type) -> tuple[type, set[str]]:
     """A configuration like `kind`, and the flags that will have been read for use, not to copy, write or check them."""
@@ -45,9 +53,7 @@ def flags_read(flags, monkeypatch):
         for use_lora in (True, False):
             values = flags | {"use_lora": use_lora, "max_steps": 2, "overwrite": True}
             values |= {"enable_gradient_checkpointing": True, "validation_fixed_size": "16x16"}
-            values |= (
-                {} if use_lora else {"algorithm": "nft", "ema_decay": 0.5, "nft_decay_growth": 0.1}
-            )
+            values |= {} if use_lora else OTHER_ALGORITHM
             config = kind(**vars(from_values(values)))
             monkeypatch.setattr(post_train, "parse", lambda arguments, config=config: config)
             assert post_train.main([]) == 0

@@ -34,8 +34,11 @@ def flags(flags, i2v_folder, pictures, tmp_path):
 LORA = {"guidance_scale": 5.0, "use_lora": True, "micro_batch_size": 1}
 
 
-@pytest.mark.parametrize("changes", [{}, LORA, {"prompts_per_forward": 2, "guidance_scale": 3.0}])
+@pytest.mark.parametrize(
+    "changes", [slow({}), slow(LORA), {"prompts_per_forward": 2, "guidance_scale": 3.0}]
+)
 def test_the_first_ratio_is_exactly_one(make, changes):
+    """Slow: prompts apart."""
     trainer = make(**changes)
     found, record, advantages = next_gradients(trainer)
     assert record["policy/ratio_max_deviation"] == 0.0 and advantages.abs().max() > 0.5
@@ -171,7 +174,9 @@ def test_rewards_refuse_requests_without_an_image(flags, tiny_folder, tmp_path, 
         make(pretrained_model_root=str(tiny_folder), reward_model="first_frame", **plain)
 
 
+@pytest.mark.slow
 def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(make, i2v_folder, pictures):
+    """Adds image to video to the test of the same name for Wan."""
     trainer = make(use_lora=True, max_steps=2, learning_rate=0.05, save_interval=2)
     trainer.validation = None
     trainer.train()

@@ -75,8 +75,9 @@ LORA = {"guidance_scale": 5.0, "use_lora": True, "micro_batch_size": 1}
 
 
 @on_both
-@pytest.mark.parametrize("changes", [{}, LORA])
+@pytest.mark.parametrize("changes", [slow({}), LORA])
 def test_the_first_ratio_is_exactly_one(make, changes):
+    """Slow: all weights."""
     trainer = make(**changes)
     _, record, advantages = next_gradients(trainer)
     assert record["policy/ratio_max_deviation"] == 0.0 and advantages.abs().max() > 0.5
@@ -88,13 +89,16 @@ def test_the_first_ratio_is_exactly_one(make, changes):
     [
         {"guidance_scale": 3.0, "prompts_per_forward": 2},
         {"train_clips": 2, "num_generations": 4, "batch_size": 8, "use_lora": True},
-        {"sde_window": "random:2", "same_init_noise": True, "tail_steps": 1},
-        {"algorithm": "awm"},
-        {"algorithm": "nft", "nft_beta": 0.5},
+        slow({"sde_window": "random:2", "same_init_noise": True, "tail_steps": 1}),
+        slow({"algorithm": "awm"}),
+        slow({"algorithm": "nft", "nft_beta": 0.5}),
     ],
 )
 def test_prompts_with_and_without_an_image_train_together(make, changes):
-    """Their states have different shapes, so nothing may stack them; their clips do not."""
+    """Their states have different shapes, so nothing may stack them; their clips do not.
+
+    Slow: windows, awm and nft.
+    """
     trainer = make(**changes)
     batch = trainer.roll_out()
     frames = {
@@ -254,10 +258,11 @@ def test_ranks_go_on_as_if_never_stopped(flags):
         assert test_resume.same(found, state)
 
 
-@on_both
+@pytest.mark.parametrize("kind", ["wan21", slow("ti2v")])
 def test_the_adapter_of_a_run_gives_the_same_clip_in_stock_diffusers(
     make, flags, kind, stock_image_to_video
 ):
+    """Slow: Wan 2.2 TI2V."""
     trainer = make(use_lora=True, max_steps=2, learning_rate=0.05, save_interval=2)
     trainer.validation = None
     trainer.train()

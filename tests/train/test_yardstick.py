@@ -74,7 +74,7 @@ MORE = {"max_steps": 8, "resume_from_checkpoint": "auto"}
     [
         ({"factor": 2}, "reward Light code"),
         slow({"reward_weights": {"light": 2.0}}, "reward weights"),
-        ({"reward_weights": {"light": 1.0, "dark": 3.0}}, "reward weights"),
+        slow({"reward_weights": {"light": 1.0, "dark": 3.0}}, "reward weights"),
         slow({"reward_model": "own.py:Same"}, "reward names"),
     ],
     ids=["doubled reward", "doubled weight", "other weights", "another reward with that score"],

@@ -16,6 +16,7 @@ from sage_grpo.models.embeddings import shared_or_stacked
 from sage_grpo.models.hunyuan15.image import ImageToVideo
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.sample import integrate
+from tests.smallest_run import slow
 
 TEXTS = ("a red circle moving left", 'a green letter "B" moving right', "the square")
 NEGATIVE = Request("")
@@ -86,9 +87,12 @@ def test_sizes_tokens_and_first_latents_are_the_stock_ones(backbone, stock, requ
     assert len(sizes) == 3
 
 
-@pytest.mark.parametrize("scale", [1.0, 6.0])
+@pytest.mark.parametrize("scale", [slow(1.0), 6.0])
 def test_every_clip_is_the_stock_clip(backbone, stock, requests, scale):
-    """Each with its own image, text and size; a clip that saw another image would be far off."""
+    """Each with its own image, text and size; a clip that saw another image would be far off.
+
+    Slow: without guidance.
+    """
     stock.guider.guidance_scale = scale
     clips_latents = []
     for number, request in enumerate(requests):

@@ -10,6 +10,7 @@ from sage_grpo.data.requests import Request
 from sage_grpo.models.registry import open_backbone
 from sage_grpo.models.wan.backbone import Wan
 from sage_grpo.models.wan.folder import WanFolder
+from tests.smallest_run import slow
 
 ANY = (None, "x", [], {}, -1, 2**62, 1e308, 0.5, [[1]], 0)
 
@@ -83,8 +84,9 @@ def build(folder, part):
     return backbone.vae
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+@pytest.mark.parametrize("part", ["transformer", "vae", slow("text_encoder")])
 def test_every_key_of_every_configuration(folder, part):
+    """Slow: the text encoder, which takes longer to build."""
     path = folder / part / "config.json"
     good = json.loads(path.read_text())
     refused = 0

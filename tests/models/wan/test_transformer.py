@@ -15,6 +15,7 @@ from sage_grpo.models.wan.backbone import Wan
 from sage_grpo.models.wan.transformer import WanTransformer
 from sage_grpo.train.optimization import trainable_parameters
 from tests.models.kernels import CountedKernels
+from tests.smallest_run import slow
 
 LENGTH = 9  # text tokens
 
@@ -134,8 +135,9 @@ def test_kept_attention_is_self_attention(wan_folder):
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("use_lora, clean", [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("use_lora, clean", [(True, False), slow(False, False), slow(True, True)])
 def test_compiled_blocks_run_one_arithmetic_and_one_graph(wan_folder, monkeypatch, use_lora, clean):
+    """Slow: without an adapter, and with a clean first frame."""
     # other backends need a C++ compiler
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     model = load(WanTransformer, wan_folder)

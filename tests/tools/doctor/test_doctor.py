@@ -427,10 +427,11 @@ class Calm(ShapesReward):
         return {"calm": torch.stack([-(clip / 255).diff(dim=0).abs().mean() for clip in clips])}
 
 
-@pytest.mark.parametrize("reward, edit", [("motion", "noisy"), ("shapes", "frozen")])
+@pytest.mark.parametrize("reward, edit", [slow("motion", "noisy"), ("shapes", "frozen")])
 def test_a_reward_that_pays_for_what_it_does_not_judge_is_noted_and_the_samplers_are_compared(
     run_doctor, monkeypatch, reward, edit
 ):
+    """Slow: a reward that judges motion."""
     monkeypatch.setitem(REWARDS, "shapes", lambda setup: Calm())
     places = ("left", "right", "up", "down")
     lines = [f"a {color} circle moving {place}\n" for color in ("red", "blue") for place in places]
