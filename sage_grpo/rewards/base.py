@@ -152,6 +152,15 @@ class Composite:
             for score in reward.names
         )
 
+    @property
+    def owners(self) -> dict[str, str]:
+        """The reward that each score comes from."""
+        return {
+            self._label(name, score): name
+            for name, reward in self.rewards.items()
+            for score in reward.names
+        }
+
     def _label(self, name: str, score: str) -> str:
         return score if len(self.rewards) == 1 else f"{name}.{score}"
 

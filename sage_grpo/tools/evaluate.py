@@ -137,6 +137,8 @@ class Evaluation:
         settings: dict[str, Any] = {name: getattr(self.config, name) for name in SETTINGS}
         for name, value in self.reward.fingerprint().items():
             settings[f"reward {name}"] = value
+        for score, name in self.reward.owners.items():
+            settings[f"the score {score} of the reward"] = name
         if BASE in systems:
             settings.update(self.backbone.fingerprints())
         for name, path in systems.items():

@@ -39,7 +39,7 @@ def test_rows_are_those_of_the_rule(data, group_size, groups):
 
 
 def test_no_other_choice_has_larger_advantages():
-    """Of all choices with as many clips above the others as below, none has a larger sum of distances."""
+    """The chosen clips have the largest sum of distances among all choices with two clips from each end."""
     values = torch.tensor([0.3, -1.2, 0.9, -0.1, 1.4, -0.7])
     rows = extreme_rows(values, torch.ones(6, dtype=torch.bool), 6, 4).tolist()
 

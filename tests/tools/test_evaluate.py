@@ -169,6 +169,9 @@ def test_clips_made_or_scored_in_another_way_are_not_mixed(
     assert exit_code(evaluate.main, words) == 2
     assert "reward level weights first, not second" in capsys.readouterr().err
     monkeypatch.setattr(Level, "weights", "first")
+    monkeypatch.setitem(REWARDS, "brightness", lambda setup: Level())
+    assert exit_code(evaluate.main, command(reward_model="brightness")) == 2
+    assert "the score level of the reward level, not brightness" in capsys.readouterr().err
     os.utime(next((checkpoint / "transformer").glob("*.safetensors")), (1, 2e9))
     assert exit_code(evaluate.main, command("--checkpoints", checkpoint, reward_model="level")) == 2
     assert "weights of run-step-000007" in capsys.readouterr().err

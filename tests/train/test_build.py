@@ -66,7 +66,7 @@ def test_encoders_are_loaded_once_or_never_and_change_nothing(make, loads, tmp_p
 
 
 def test_without_a_cache_prompts_are_encoded_when_an_iteration_needs_them(make, tmp_path):
-    """The same numbers as with all of them encoded first, which a cache for others asks for."""
+    """The numbers are those of a run that fills a cache with all prompts first."""
     trainer = make(max_steps=1, batch_size=2)
     encoded = trainer.backbone.embeddings.in_memory
     assert [request.text for request in encoded] == [""]

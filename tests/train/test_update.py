@@ -211,7 +211,7 @@ def test_what_is_measured_is_what_is_minimized_whatever_the_size_of_the_batch(pr
 
 
 def test_the_scale_of_the_kl_gradient_is_recorded(make):
-    """Of a KL over n elements of a velocity, the gradient has the norm scale * sqrt(2 KL / n)."""
+    """A KL over n elements of a velocity has a gradient of norm scale * sqrt(2 KL / n)."""
     trainer = make(ratio_norm=True, use_kl_balancing=True, use_grad_balancing=False)
     goal = Objective(
         backbone=trainer.backbone,

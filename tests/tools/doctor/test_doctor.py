@@ -146,7 +146,7 @@ def asked(doctor: Doctor, check: str, **flags: object) -> list[str]:
 @pytest.mark.usefixtures("uncompared")
 @pytest.mark.parametrize("shift, mark", [(3.2, "ok"), (60.0, "note")])
 def test_a_shift_that_misplaces_the_steps_is_noted(run_doctor, shift, mark):
-    """Of the trivial model, whose own shift is 3; its clips are noise, so their rewards tell nothing."""
+    """The trivial model has a shift of 3; its clips are noise, so their rewards say nothing."""
     flags = {"num_sampling_steps": 4, "timestep_shift": shift, "guidance_scale": 2}
     run_doctor("--prompts", "3", "--clips", "2", **flags)
     rollouts, validation = run_doctor.findings("sampling")

@@ -51,7 +51,7 @@ def test_a_run_that_does_not_fit_gets_remedies(run):
 
 @pytest.mark.parametrize("name", GPU_MODELS)
 def test_a_card_brings_its_memory(run, name):
-    """The same peak of 50 GB fits the large cards; a smaller one gets flags that together make it fit."""
+    """A peak of 50 GB fits the large cards; for a smaller one, the planner proposes flags that make it fit."""
     code, text, _ = run(f"{ONE_GPU} --gpu {name}")
     gb = GPU_MODELS[name].memory / 1e9
     fits_card = gb >= 80

@@ -207,7 +207,7 @@ def test_volumes_of_an_iteration():
 
 
 def test_transformers_that_take_turns_change_in_every_phase_that_runs_them():
-    """Of the steps 1, 0.95, 0.88, 0.77 and 0.56, windows of two begin at the first four; one crosses the boundary."""
+    """The steps are at 1, 0.95, 0.88, 0.77 and 0.56, so one of the four windows of two steps crosses the boundary."""
     copy = 100.0  # seconds for all blocks: the computation hides next to nothing
     rates = replace(FREE_LINKS, host=5 * 240 * 2 / copy)
     two = replace(MODEL, experts=2, boundary=0.8)

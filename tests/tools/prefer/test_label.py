@@ -66,7 +66,7 @@ def test_two_folders_of_clips_are_paired_by_prompt_and_number(tmp_path):
     assert all(clip_path(output, clip).is_file() for clip in study.clips)
     assert all((clip.height, "VQ" in clip.scores) == (SIDE, True) for clip in study.clips)
 
-    # continued: nothing is drawn anew, sources may be left out
+    # continued: no pair is drawn again, and the sources may be left out
     assert study_of("--output", output, "--questions", "vq,ta") == study
     with pytest.raises(StudyError, match="asks vq,ta, not overall"):
         study_of("--output", output)
