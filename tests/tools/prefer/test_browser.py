@@ -214,6 +214,19 @@ def test_an_answer_that_is_not_stored_is_reported(browser, tmp_path):
     answers.close()
 
 
+def test_a_clip_that_cannot_be_shown_does_not_pass_for_an_answer_that_is_lost(browser, tmp_path):
+    answers = new_study(tmp_path / "prefs.jsonl")
+    with serving(answers) as addresses:
+        page = Page(browser, addresses["ann"])
+        page.wait(0)
+        page.script("load = () => Promise.reject(new Error('no codec'))")
+        page.press("1")
+        waiting = WebDriverWait(browser, SECONDS, 0.05)
+        waiting.until(lambda driver: page.text("#problem").startswith("Your answers are stored"))
+        assert len(choices(answers)) == 1
+    answers.close()
+
+
 def test_the_result_page_plays_its_clips(browser, tmp_path):
     answers = new_study(tmp_path / "prefs.jsonl", prompts=[*PROMPTS, *"abcdefg"], repeat=0.3)
     answer_all(answers, "ann", lambda pair, left: PREFERS[left == 0])

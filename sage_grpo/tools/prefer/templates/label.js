@@ -192,17 +192,25 @@ async function send(path, body = () => ({})) {
   queue = answered.catch(() => {});
   try {
     await answered;
-    await shown;
-    byId("problem").hidden = true;
   } catch (error) {
     if (error.status === 409) {
       send("/state"); // answered in another tab
-      return;
+    } else {
+      complain("Not stored: " + (error.message || "the server does not answer"));
     }
-    byId("problem").textContent =
-      "Not stored: " + (error.message || "the server does not answer") + ". Reload the page to try again.";
-    byId("problem").hidden = false;
+    return;
   }
+  try {
+    await shown;
+    byId("problem").hidden = true;
+  } catch (error) {
+    complain("Your answers are stored, but a clip cannot be shown");
+  }
+}
+
+function complain(problem) {
+  byId("problem").textContent = problem + ". Reload the page to try again.";
+  byId("problem").hidden = false;
 }
 
 // keys and buttons
