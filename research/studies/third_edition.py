@@ -79,6 +79,7 @@ SHARES: dict[str, Flags] = {
     "best and worst of 16": {"train_clips": 2, "num_generations": 16},
     "best and worst of 8, not centered": {"train_clips": 2, "center_trained": False},
 }
+NOT_CENTERED = tuple(f"{algorithm}, best and worst of 8, not centered" for algorithm in ALGORITHMS)
 REFERENCE = "nft, all of 8"
 TODAY = (
     "nft, best and worst of 8"  # what the recipes of nft do, and samplers and variety start from
@@ -195,8 +196,7 @@ def guided_arm(arm: str) -> str:
 
 def centered_pairs() -> dict[str, str]:
     """The centered arms of `clips`, each with the arm that differs in nothing else."""
-    ending = ", not centered"
-    return {arm.removesuffix(ending): arm for arm in methods() if arm.endswith(ending)}
+    return {arm.removesuffix(", not centered"): arm for arm in NOT_CENTERED}
 
 
 @cache
@@ -232,7 +232,7 @@ def two_best(
 ) -> list[str]:
     """The two arms with the highest mean match of those that never collapsed; empty until all runs are there.
 
-    compared: the arms of the study, by default all.
+    compared: the arms of the study, by default all. Arms that are not centered are there for that comparison alone.
     """
     runs = [run for run in records.read_all(results).values() if run["study"] == "clips"]
     by_arm: dict[str, list[Record]] = {arm: [] for arm in compared or arms()}
@@ -243,7 +243,7 @@ def two_best(
     sound = {
         arm: interval([validated(run, MATCH) for run in arm_runs]).mean
         for arm, arm_runs in by_arm.items()
-        if not any(run["collapsed"] for run in arm_runs)
+        if arm not in NOT_CENTERED and not any(run["collapsed"] for run in arm_runs)
     }
     return sorted(sound, key=lambda arm: -sound[arm])[:2]
 
@@ -368,7 +368,7 @@ and the two points of `variety` that are arms of `clips` keep theirs.
 its last runs leave free `samplers` and `variety` (seeds 1 to {FEW_SEEDS}, whose reference shares the runs of `clips`);
 `variety_check` (the proposed point, seeds {FEW_SEEDS + 1} to {2 * FEW_SEEDS}); then `guidance_rates`,
 `further_guidance_rates` and `guidance` (guidance 2, seeds 1 to {SEEDS}) for the two arms of `clips` with the highest
-mean gold match of the last validation, among those of which no run collapsed, and for *{REFERENCE}*.
+mean gold match of the last validation, among centered ones of which no run collapsed, and for *{REFERENCE}*.
 
 **Measures**, per seed: gold match of the last validation; units until held-out prompts first have a match of
 {GOAL_MATCH:g}, linearly between validations, where a run that never has it counts with all its units; reward; and the
