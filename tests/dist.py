@@ -4,8 +4,12 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import traceback
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from unittest import mock
 
 ROOT = str(Path(__file__).parents[1])
 # of the server
@@ -18,6 +22,42 @@ CONTEXT.set_forkserver_preload(
     [*PACKAGES, "tests.smallest_run", "tests.trivial_backbone", "tests.warm"]
 )
 PATIENCE = 120  # seconds
+
+
+def fork_server():
+    """Fork the server from this process, which knows the packages already, instead of starting an interpreter for it.
+
+    Only before the first test: a fork of a process that has run autograd cannot run it again.
+    """
+    if not Path("/proc/self/fd").is_dir():
+        return
+
+    def fork(path, words, kept):
+        pid = os.fork()
+        if pid == 0:
+            serve(words[-1], kept)
+        return pid
+
+    with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):
+        resource_tracker.ensure_running()  # in the end it would name the locks of processes that were killed
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
+
+
+def serve(code, kept):
+    """Run the server's code in a process that has nothing else open than a new one would have; does not return."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in kept:
+            with suppress(OSError):  # the one of the listing is closed already
+                os.close(descriptor)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    try:
+        exec(code, {})
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def run_ranks(world, work, *arguments, **layout):

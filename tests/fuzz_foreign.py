@@ -297,7 +297,7 @@ def run_program(main, words, codes=(0, 2), refusals=(2,)):
 
 
 def read_diagnosis(folder):
-    run_program(diagnose.main, [folder], codes=(0, 1, 2))
+    run_program(diagnose.main, [folder], codes=(0, 1, 2, diagnose.TOO_EARLY))
 
 
 def read_elsewhere(folder):

@@ -28,6 +28,7 @@ from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.registry import BACKBONES
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
+from tests.dist import fork_server
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
 from tests.smallest_run import PIPELINE, QUICK, TRIVIAL, smallest_run, write_trivial_model
 
@@ -35,6 +36,10 @@ FIXTURES = Path(__file__).parent / "fixtures"
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))  # of trainers; cuda where there is one
 WORDS = ("a", "the", "red", "green", "circle", "square", "moving", "left", "right", "letter")
 SAMPLING = Sampling(frames=9, height=32, width=32, fps=8, shift=5.0, guidance=6.0, num_steps=20)
+
+
+def pytest_sessionstart():
+    fork_server()
 
 
 @pytest.fixture(autouse=True)
