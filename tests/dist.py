@@ -54,7 +54,7 @@ def serve(code, kept):
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     try:
         exec(code, {})
-    except BaseException:
+    except Exception:
         traceback.print_exc()
     finally:
         os._exit(0)
