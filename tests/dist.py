@@ -6,7 +6,7 @@ import pickle
 import socket
 import sys
 import traceback
-from contextlib import suppress
+import warnings
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from unittest import mock
@@ -45,16 +45,18 @@ def fork_server():
 
 
 def serve(code, kept):
-    """Run the server's code in a process that has nothing else open than a new one would have; does not return."""
+    """Run the server's code in a process whose other files lead nowhere; does not return.
+
+    They are not closed: what still writes to one, such as a logger, would then write to the next file of that number.
+    What ranks print belongs to no test; their errors come back through pipes.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if descriptor > 2 and descriptor not in kept:
-            with suppress(OSError):  # the one of the listing is closed already
-                os.close(descriptor)
-    # what ranks print belongs to no test; their errors come back through pipes
-    silence = os.open(os.devnull, os.O_WRONLY)
+        if descriptor not in (*kept, nowhere):
+            os.dup2(nowhere, descriptor, inheritable=descriptor <= 2)
     for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(silence, number)
         setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+    warnings.resetwarnings()  # pytest makes them errors
     try:
         exec(code, {})
     finally:
