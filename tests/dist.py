@@ -40,7 +40,9 @@ def fork_server():
 
     with mock.patch.dict(os.environ, PYTHONWARNINGS="ignore"):
         resource_tracker.ensure_running()  # in the end it would name the locks of processes that were killed
-    with mock.patch.object(util, "spawnv_passfds", fork):
+    with mock.patch.object(util, "spawnv_passfds", fork), warnings.catch_warnings():
+        # Python 3.12 warns of threads, of which pytest-xdist has some; the server uses nothing of theirs
+        warnings.simplefilter("ignore", DeprecationWarning)
         forkserver.ensure_running()
 
 

@@ -393,8 +393,8 @@ of them no centered run collapsed and the lower end of the 95 % interval of the 
 
 **Changed on 2026-11-19, after the first runs of the search and before any run that is compared.** Before, no arm was
 centered but copies of guided ones, since nobody knew whether it matters. The search, with one seed, showed that it
-does: not centered, awm that trains some of its clips collapses at every rate, and nft and flash fall behind training
-all clips. Now arms that train some of their clips are centered, and searched again; of those that are not, the best
+does: not centered, awm that trains some of its clips collapses at every rate, and nft that trains the best and worst
+falls behind training all clips. Now arms that train some of their clips are centered, and searched again; of those that are not, the best
 and worst of 8 remain for the decision above. The search of the others is in the records, too.
 
 **Decisions about samplers.** Samplers are compared with *{TODAYS_SAMPLER}*, guided ones with *{GUIDED_SAMPLER}*. A step
@@ -429,9 +429,9 @@ A collapsed run has no last validation, and is counted. Runs that fail for a rea
 
 **Budget.** {NUM_ARMS} arms: {3 * NUM_ARMS} runs of the search and some beyond its ends, {SEEDS * NUM_ARMS} that are
 compared, {NEW_SAMPLER_RUNS} of other samplers, {NEW_POINT_RUNS} of other points (8 of them shorter) and up to
-{FEW_SEEDS} that confirm one, and {3 * GUIDED_RUNS} to {5 * GUIDED_RUNS} with guidance. In the second edition 106 runs
+{FEW_SEEDS} that confirm one, and {3 * GUIDED_RUNS} with guidance. In the second edition 106 runs
 of these units took 26 minutes with 18 processes on an H200; by that, the search and `clips` take 40 minutes, `samplers`
-9, `variety` and its check 8 and guidance up to 14: a bit more than an hour.
+9, `variety` and its check 8 and guidance 8: a bit more than an hour.
 """
 
 

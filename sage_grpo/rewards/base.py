@@ -146,20 +146,20 @@ class Composite:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all scores."""
-        return tuple(
-            self._label(name, score)
-            for name, reward in self.rewards.items()
-            for score in reward.names
-        )
+        return tuple(label for label, _ in self._labels())
 
     @property
     def owners(self) -> dict[str, str]:
         """The reward that each score comes from."""
-        return {
-            self._label(name, score): name
+        return dict(self._labels())
+
+    def _labels(self) -> list[tuple[str, str]]:
+        """The name of each score, and of its reward."""
+        return [
+            (self._label(name, score), name)
             for name, reward in self.rewards.items()
             for score in reward.names
-        }
+        ]
 
     def _label(self, name: str, score: str) -> str:
         return score if len(self.rewards) == 1 else f"{name}.{score}"

@@ -153,7 +153,8 @@ def _open_client(url: str, timeout: float, token: str) -> Any:
     try:
         import httpx2  # takes 0.1 s
     except ImportError as error:
-        raise RemoteError("a reward server is asked with httpx2, which is missing") from error
+        problem = f"a reward server is asked with httpx2, which is missing ({error})"
+        raise RemoteError(f"{problem}; install requirements.txt") from error
 
     if "@" in url:
         raise RemoteError(

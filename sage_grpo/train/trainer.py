@@ -411,7 +411,6 @@ class Trainer:
         """The clips to train with all that training needs of them, and their advantages.
 
         With `train_clips`, the best and the worst of each group, in equal numbers on every rank; else all.
-        The advantages of a full group add up to 0 already.
         """
         c = self.config
         rows = extreme_rows(
@@ -421,11 +420,10 @@ class Trainer:
             count=c.group_trained,
         )
         trained_advantages = advantages.at(rows)
-        selects = len(rows) < len(advantages.values)
-        if selects:
+        if len(rows) < len(advantages.values):
             batch = self.regroup(batch, rows)
-        if selects and c.center_trained:
-            trained_advantages = centered(trained_advantages, c.group_trained)
+            if c.center_trained:  # those of a full group add up to 0 already
+                trained_advantages = centered(trained_advantages, c.group_trained)
         return self.prepare_for_training(batch), trained_advantages
 
     def regroup(self, batch: Sequence[Trajectory], rows: Tensor) -> list[Trajectory]:

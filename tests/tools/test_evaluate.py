@@ -252,6 +252,7 @@ class Rows:
 def test_files_of_tiny_clips_are_scored_in_the_size_that_was_sampled(
     command, tmp_path, monkeypatch, layout
 ):
+    """Slow: the layout of generate.py."""
     monkeypatch.setitem(REWARDS, "rows", lambda setup: Rows())
     assert evaluate.main(command(reward_model="rows", output=tmp_path / "made")) == 0
     folder = tmp_path / "made" / "base"

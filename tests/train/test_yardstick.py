@@ -80,6 +80,7 @@ MORE = {"max_steps": 8, "resume_from_checkpoint": "auto"}
     ids=["doubled reward", "doubled weight", "other weights", "another reward with that score"],
 )
 def test_a_changed_reward_begins_the_comparison_anew(train, tmp_path, capfd, changes, named):
+    """Slow: changes that are not in the reward's code."""
     train()
     (tmp_path / "own.py").write_text(REWARD.format(factor=changes.get("factor", 1)))
     changes = {name: value for name, value in changes.items() if name != "factor"}

@@ -282,7 +282,7 @@ def test_stored_states_belong_to_the_device_the_precision_and_the_clips(clips, t
 def test_the_plan_of_the_published_model_is_near_what_was_measured(
     clips, tmp_path, monkeypatch, method
 ):
-    """48 clips of 121 x 480 x 848, 5040 patches each: the peak was 8.3 GB on an H200."""
+    """48 clips of 121 x 480 x 848, 5040 patches each: the peak of heads was 8.3 GB on an H200."""
     answers = write_study(tmp_path / "prefs.jsonl", clips, True, prompts=10)
     study, _ = read_answers(answers)
     words = ["learn", str(answers), "--base", str(BASE), "--output", str(tmp_path / "reward")]
