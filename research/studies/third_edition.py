@@ -394,8 +394,8 @@ of them no centered run collapsed and the lower end of the 95 % interval of the 
 **Changed on 2026-11-19, after the first runs of the search and before any run that is compared.** Before, no arm was
 centered but copies of guided ones, since nobody knew whether it matters. The search, with one seed, showed that it
 does: not centered, awm that trains some of its clips collapses at every rate, and nft that trains the best and worst
-falls behind training all clips. Now arms that train some of their clips are centered, and searched again; of those that are not, the best
-and worst of 8 remain for the decision above. The search of the others is in the records, too.
+falls behind training all clips. Now arms that train some of their clips are centered, and searched again; of those that
+are not, the best and worst of 8 remain for the decision above. The search of the others is in the records, too.
 
 **Decisions about samplers.** Samplers are compared with *{TODAYS_SAMPLER}*, guided ones with *{GUIDED_SAMPLER}*. A step
 less saves a fourteenth of a clip's units, and four seeds cannot tell such a difference from chance, so means decide:
