@@ -17,6 +17,7 @@ research.studies.ablate.
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,8 @@ SUMMARY = HERE / "results_3.md"
 # Studies of one stage are run together, the first of them first: the next fills slots that its last runs leave free.
 STAGES = (
     ("rates",),
-    ("further_rates",),
-    ("clips", "samplers", "variety"),
+    ("further_rates", "clips"),  # `beside_the_search`
+    ("clips", "centering", "samplers", "variety"),
     ("variety_check", "guidance_rates"),
     ("further_guidance_rates",),
     ("guidance",),
@@ -81,10 +82,11 @@ SHARES: dict[str, Flags] = {
 }
 NOT_CENTERED = tuple(f"{algorithm}, best and worst of 8, not centered" for algorithm in ALGORITHMS)
 REFERENCE = "nft, all of 8"
+FIRST_SEEDS = 4  # of `clips`, run beside the further search
 TODAY = (
     "nft, best and worst of 8"  # what the recipes of nft do, and samplers and variety start from
 )
-FEW_SEEDS = 4  # of samplers and variety
+FEW_SEEDS = 4  # of centering, samplers and variety
 
 # How rollouts are sampled. From pure noise, dpm3 in 4 steps is dpm, and dpm in 3 steps is Euler's method.
 TODAYS_SAMPLER = "dpm, 5 steps"
@@ -194,9 +196,19 @@ def guided_arm(arm: str) -> str:
     return f"{arm}, guided"
 
 
+def compared_arms() -> dict[str, Flags]:
+    """The arms of `clips`. Those that are not centered are there for the decision about centering alone."""
+    return {arm: flags for arm, flags in arms().items() if arm not in NOT_CENTERED}
+
+
 def centered_pairs() -> dict[str, str]:
-    """The centered arms of `clips`, each with the arm that differs in nothing else."""
+    """The centered arms of `centering`, each with the arm that differs in nothing else."""
     return {arm.removesuffix(", not centered"): arm for arm in NOT_CENTERED}
+
+
+def paired_arms() -> dict[str, Flags]:
+    """The arms of `centering`."""
+    return {arm: arms()[arm] for pair in centered_pairs().items() for arm in pair}
 
 
 @cache
@@ -232,18 +244,18 @@ def two_best(
 ) -> list[str]:
     """The two arms with the highest mean match of those that never collapsed; empty until all runs are there.
 
-    compared: the arms of the study, by default all. Arms that are not centered are there for that comparison alone.
+    compared: the arms of the study, by default all.
     """
-    runs = [run for run in records.read_all(results).values() if run["study"] == "clips"]
-    by_arm: dict[str, list[Record]] = {arm: [] for arm in compared or arms()}
-    for run in runs:
-        by_arm[run["arm"]].append(run)
+    by_arm: dict[str, list[Record]] = {arm: [] for arm in compared or compared_arms()}
+    for run in records.read_all(results).values():
+        if run["study"] == "clips":
+            by_arm[run["arm"]].append(run)
     if any(len(arm_runs) < seeds for arm_runs in by_arm.values()):
         return []
     sound = {
         arm: interval([validated(run, MATCH) for run in arm_runs]).mean
         for arm, arm_runs in by_arm.items()
-        if arm not in NOT_CENTERED and not any(run["collapsed"] for run in arm_runs)
+        if not any(run["collapsed"] for run in arm_runs)
     }
     return sorted(sound, key=lambda arm: -sound[arm])[:2]
 
@@ -267,7 +279,11 @@ def studies(results: Path = RESULTS, tiny: bool = False) -> dict[str, Study]:
     def rehearsable(study_arms: Mapping[str, Flags]) -> dict[str, Flags]:
         return {arm: flags for arm, flags in study_arms.items() if not tiny or arm in TINY_ARMS}
 
-    plain = rehearsable(arms())
+    def at_rates(study_arms: Mapping[str, Flags]) -> dict[str, Flags]:
+        return {arm: {**flags, **chosen(arm, rates)} for arm, flags in study_arms.items()}
+
+    searched_arms = rehearsable(arms())
+    plain = rehearsable(compared_arms())
     best = two_best(results, plain, seeds)
     with_guidance = guided(best) if best else {}
     search = {"flags": REPORTED | RAW, **SEARCH}
@@ -278,11 +294,15 @@ def studies(results: Path = RESULTS, tiny: bool = False) -> dict[str, Study]:
         rehearsable(points_at_rates(rates)), seeds=few_seeds, **measured,
     )  # fmt: skip
     made = {
-        "rates": Study("At which learning rate is each arm at its best?", rated(plain), **search),
-        "further_rates": Study("And beyond the ends of that range?", further(plain, rates), **search),
+        "rates": Study("At which learning rate is each arm at its best?", rated(searched_arms), **search),
+        "further_rates": Study("And beyond the ends of that range?", further(searched_arms, rates), **search),
         "clips": Study(
-            "How many clips of a group should be trained?",
-            {arm: {**flags, **chosen(arm, rates)} for arm, flags in plain.items()}, **compared,
+            "How many clips of a group should be trained?", at_rates(plain), **compared,
+        ),
+        "centering": Study(
+            "Should the advantages of the trained clips add up to 0?",
+            at_rates(rehearsable(paired_arms())),
+            seeds=few_seeds, against=centered_pairs(), **measured,
         ),
         "samplers": Study(
             "What does a cheaper sampler of rollouts cost in the trained model?",
@@ -302,12 +322,20 @@ def studies(results: Path = RESULTS, tiny: bool = False) -> dict[str, Study]:
         ),
         "guidance": Study(
             "Is it the same with guidance, for the two best?",
-            {arm: {**flags, **chosen(arm, rates)} for arm, flags in with_guidance.items()}, **compared,
+            at_rates(with_guidance), **compared,
         ),
     }  # fmt: skip
     if not tiny:
         return made
     return {name: rehearsed(study) for name, study in made.items()}
+
+
+def beside_the_search(registered: Mapping[str, Study]) -> dict[str, Study]:
+    """While few runs search beyond the ends, arms of `clips` with a known rate begin in the slots that are free."""
+    clips = registered["clips"]
+    known = {arm: flags for arm, flags in clips.arms.items() if "learning_rate" in flags}
+    first = replace(clips, arms=known, seeds=min(clips.seeds, FIRST_SEEDS))
+    return {**registered, "clips": first}
 
 
 def rehearsed(study: Study) -> Study:
@@ -340,6 +368,7 @@ def arm_table(study: str, study_arms: Mapping[str, Flags]) -> str:
 
 
 NUM_ARMS = len(ALGORITHMS) * len(SHARES)
+NUM_COMPARED = NUM_ARMS - len(NOT_CENTERED)
 NEW_SAMPLER_RUNS = FEW_SEEDS * (len(SAMPLERS) - 1)  # today's are among those of `clips`
 NEW_POINT_RUNS = FEW_SEEDS * (len(ANCHORS) + len(FEWER_UPDATES))
 GUIDED_RUNS = len(RATES) + SEEDS  # per arm
@@ -364,8 +393,9 @@ reports; the rate with the highest last reward is taken, and if that is at an en
 beyond, as in the second edition. `samplers` and `variety` search no further: they take the rate found for *{TODAY}*,
 and the two points of `variety` that are arms of `clips` keep theirs.
 
-**Studies**, in this order: `rates`, `further_rates` (the searches); `clips` (all arms, seeds 1 to {SEEDS}), and in what
-its last runs leave free `samplers` and `variety` (seeds 1 to {FEW_SEEDS}, whose reference shares the runs of `clips`);
+**Studies**, in this order: `rates`, `further_rates` (the searches; beside the second begin runs of `clips` whose rate
+is known); `clips` (all centered arms, seeds 1 to {SEEDS}), and in what its last runs leave free `centering`, `samplers`
+and `variety` (seeds 1 to {FEW_SEEDS}, whose references share the runs of `clips`);
 `variety_check` (the proposed point, seeds {FEW_SEEDS + 1} to {2 * FEW_SEEDS}); then `guidance_rates`,
 `further_guidance_rates` and `guidance` (guidance 2, seeds 1 to {SEEDS}) for the two arms of `clips` with the highest
 mean gold match of the last validation, among centered ones of which no run collapsed, and for *{REFERENCE}*.
@@ -395,7 +425,9 @@ of them no centered run collapsed and the lower end of the 95 % interval of the 
 centered but copies of guided ones, since nobody knew whether it matters. The search, with one seed, showed that it
 does: not centered, awm that trains some of its clips collapses at every rate, and nft that trains the best and worst
 falls behind training all clips. Now arms that train some of their clips are centered, and searched again; of those that
-are not, the best and worst of 8 remain for the decision above. The search of the others is in the records, too.
+are not, the best and worst of 8 remain for the decision above, in a study of their own (`centering`) with
+{FEW_SEEDS} seeds, because the search shows differences that 4 seeds can tell. The search of the others is in the
+records, too.
 
 **Decisions about samplers.** Samplers are compared with *{TODAYS_SAMPLER}*, guided ones with *{GUIDED_SAMPLER}*. A step
 less saves a fourteenth of a clip's units, and four seeds cannot tell such a difference from chance, so means decide:
@@ -427,11 +459,11 @@ language models (arXiv 2504.11343).
 
 A collapsed run has no last validation, and is counted. Runs that fail for a reason of the machine are repeated.
 
-**Budget.** {NUM_ARMS} arms: {3 * NUM_ARMS} runs of the search and some beyond its ends, {SEEDS * NUM_ARMS} that are
-compared, {NEW_SAMPLER_RUNS} of other samplers, {NEW_POINT_RUNS} of other points (8 of them shorter) and up to
-{FEW_SEEDS} that confirm one, and {3 * GUIDED_RUNS} with guidance. In the second edition 106 runs
-of these units took 26 minutes with 18 processes on an H200; by that, the search and `clips` take 40 minutes, `samplers`
-9, `variety` and its check 8 and guidance 8: a bit more than an hour.
+**Budget.** {NUM_ARMS} arms: {3 * NUM_ARMS} runs of the search and some beyond its ends,
+{SEEDS * NUM_COMPARED} that are compared, {FEW_SEEDS * len(NOT_CENTERED)} that are not centered, {NEW_SAMPLER_RUNS} of
+other samplers, {NEW_POINT_RUNS} of other points (8 of them shorter) and up to {FEW_SEEDS} that confirm one, and
+{3 * GUIDED_RUNS} with guidance. In the second edition 106 runs of these units took 26 minutes with 18 processes on
+an H200: by that, all of it takes a bit more than an hour.
 """
 
 
@@ -446,15 +478,12 @@ def summary(results: Path, target: Path) -> int:
     def spread(_: Arms, runs: Mapping[str, Record], study: str) -> str:
         return compute.spread_table(arms_in(study, runs))
 
-    def clips(arms: Arms, runs: Mapping[str, Record]) -> str:
-        compared = third_tables.goal_table(arms, runs, reference=REFERENCE)
-        return f"{compared}\n{third_tables.centering_table(arms, centered_pairs(), SEEDS)}"
-
     def search(_: Arms, runs: Mapping[str, Record], study: str) -> str:
         return compute.search_table(runs, (study, f"further_{study}"))
 
     tables: dict[str, Table] = {
-        "clips": clips,
+        "clips": partial(third_tables.goal_table, reference=REFERENCE),
+        "centering": partial(third_tables.centering_table, pairs=centered_pairs(), seeds=FEW_SEEDS),
         "guidance": partial(third_tables.goal_table, reference=guided_arm(REFERENCE)),
         "samplers": partial(third_tables.sampler_table, against=COMPARED_SAMPLERS, seeds=FEW_SEEDS),
         "variety": partial(
@@ -489,6 +518,8 @@ def run_stages(options: Any, passed_on: Sequence[str]) -> int:
     outcome = DONE
     for stage in STAGES:
         registered = studies(options.results, options.tiny)
+        if "further_rates" in stage:
+            registered = beside_the_search(registered)
         names = [name for name in stage if registered[name].arms]
         if not names:
             continue

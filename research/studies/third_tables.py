@@ -128,7 +128,9 @@ def goal_table(study_arms: Arms, _: Mapping[str, Record], reference: str) -> str
     return f"{markdown(rows)}\n{INTERVALS}\n"
 
 
-def centering_table(study_arms: Arms, pairs: Mapping[str, str], seeds: int) -> str:
+def centering_table(
+    study_arms: Arms, _: Mapping[str, Record], pairs: Mapping[str, str], seeds: int
+) -> str:
     """Every arm with centered advantages against the one without, and whether centering stays the default.
 
     pairs: the centered arms, each with the arm that differs in nothing else.

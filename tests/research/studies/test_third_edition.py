@@ -18,7 +18,9 @@ from research.studies.third_edition import (
     TODAYS_POINT,
     TODAYS_SAMPLER,
     arms,
+    beside_the_search,
     centered_pairs,
+    compared_arms,
     main,
     page,
     points,
@@ -70,6 +72,7 @@ def test_arms_cost_the_same_and_the_search_uses_no_seed_that_is_reported(tmp_pat
     assert seeds == {
         "rates": {SEARCH["first_seed"]},
         "clips": set(range(1, 9)),
+        "centering": few,
         "samplers": few,
         "variety": few,
     }
@@ -237,15 +240,15 @@ def test_a_point_with_more_spread_is_taken_if_new_seeds_confirm_it(case):
 
 def test_guidance_waits_for_the_two_best_that_never_collapsed(tmp_path):
     results = tmp_path / "third.jsonl"
-    for number, arm in enumerate(arms()):
+    for number, arm in enumerate(compared_arms()):
         for seed in range(1, 9):
-            collapsed = "lost" if number == 13 and seed == 3 else ""
-            if (number, seed) == (14, 8):
+            collapsed = "lost" if number == 11 and seed == 3 else ""
+            if (number, seed) == (11, 8):
                 assert two_best(results) == []
             records.append(results, result(arm, seed, 0.4 + number / 100, collapsed))
-    names = list(arms())
-    assert names[14].endswith("not centered")
-    assert two_best(results) == [names[12], names[11]]
+    names = list(compared_arms())
+    assert len(names) == 12
+    assert two_best(results) == [names[10], names[9]]
     searched = studies(results)["guidance_rates"].arms
     assert len(searched) == 3 * len(RATES)  # of the two and of the reference
     assert {flags["guidance_scale"] for flags in searched.values()} == {2.0}
@@ -274,11 +277,11 @@ def test_centering_stays_the_default_if_it_is_better(case):
     ends, expected = CENTERINGS[case]
     compared = {arm: arms()[arm] for arm in (CENTERED, PLAIN)}
     made = made_up(compared, {None: (0.9, 0.44), CENTERED: ends}, range(1, 9))
-    table = centering_table(made, {CENTERED: PLAIN}, 8)
-    assert expected in table
+    table = partial(centering_table, pairs={CENTERED: PLAIN}, seeds=8)
+    assert expected in table(made, {})
     made[PLAIN].pop(3)
-    assert "Not decided yet" in centering_table(made, {CENTERED: PLAIN}, 8)
-    assert centering_table({}, {CENTERED: PLAIN}, 8) == "No results yet.\n"
+    assert "Not decided yet" in table(made, {})
+    assert table({}, {}) == "No results yet.\n"
 
 
 def stage_in(words):
@@ -306,12 +309,20 @@ def test_stages_follow_each_other_and_stop_where_runs_are_left(tmp_path, monkeyp
     started.clear()
     assert start({}) == DONE
     # nothing is at an end, and no result names the best
-    assert started == [("rates",), ("clips", "samplers", "variety")]
-    assert set(started) < set(STAGES)
+    assert started == [("rates",), ("clips", "centering", "samplers", "variety")]
+
+
+def test_only_arms_with_a_known_rate_begin_beside_the_search():
+    found = {"known": {"learning_rate": 1e-4}, "open": {}}
+    made = {name: Study("?", found, seeds=8) for name in ("further_rates", "clips")}
+    begun = beside_the_search(made)
+    assert begun["further_rates"] is made["further_rates"]
+    assert list(begun["clips"].arms) == ["known"] and begun["clips"].seeds < 8
 
 
 def test_a_failed_run_stops_a_search_but_no_comparison(tmp_path, monkeypatch):
-    ready = {name: Study("?", {"arm": {}}) for stage in STAGES for name in stage}
+    arm = {"arm": {"learning_rate": 1e-4}}
+    ready = {name: Study("?", arm) for stage in STAGES for name in stage}
     monkeypatch.setattr(third_edition, "studies", lambda *_: ready)
     started = []
 
@@ -364,7 +375,8 @@ def test_all_stages_lead_to_the_page_of_results(tmp_path, monkeypatch):
     monkeypatch.setattr(third_edition.ablate, "main", pretended)
     monkeypatch.setattr(third_edition.results_page, "draw", drawn_if_new)
     assert main(["--results", str(results)]) == DONE
-    assert started == list(STAGES)
+    # every arm is searched beyond the ends, so none has a rate to begin with beside that
+    assert started == [("rates",), ("further_rates",), *STAGES[2:]]
     registered = studies(results)
     for name in ("clips", "samplers", "variety"):
         assert {flags["learning_rate"] for flags in registered[name].arms.values()} == {3e-3}
