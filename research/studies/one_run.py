@@ -3,7 +3,6 @@
 It is forked from a process that has imported everything, which saves a run its imports.
 """
 
-import ctypes
 import os
 import sys
 from collections.abc import Sequence
@@ -23,25 +22,6 @@ from sage_grpo.train import build, console  # noqa: F401
 MEASURES = {"path_kl": path_kl.measure, "spread": spread.measure}
 
 
-# of the driver's interface
-BLOCKING_SYNC = 4
-FIRST_DEVICE = 0
-
-
-def wait_asleep() -> None:
-    """Let this process sleep while it waits for the GPU: spinning takes the cores from the others that share it."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return  # no GPU to wait for
-    for code in (
-        driver.cuInit(0),
-        driver.cuDevicePrimaryCtxSetFlags_v2(FIRST_DEVICE, BLOCKING_SYNC),
-    ):
-        if code:
-            print(f"waits for the GPU will spin: the driver answered {code}", file=sys.stderr)
-
-
 def train_and_measure(arguments: Sequence[str], measured: Sequence[str]) -> int:
     """Train, then write NAME.json into the run's folder for each of the measures `measured`; returns the exit code."""
     code = post_train.main(list(arguments))
@@ -57,6 +37,5 @@ def train(arguments: list[str], measured: Sequence[str], log: Path) -> None:
     with log.open("ab") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
-    wait_asleep()
     os.chdir(ROOT)  # the recipe names the model relative to the repository
     sys.exit(train_and_measure(arguments, measured))
