@@ -33,7 +33,7 @@ demo-people: venv
 study: venv
 	$(BIN)/python -m research.studies.sde_study --output outputs/sde_study
 
-# regenerates the figures of README.md and docs/method.md
+# regenerates the figures of README.md, docs/results.md and docs/method.md
 figures: demo
 	$(BIN)/python -m research.studies.readme_figures outputs/tiny_cpu --output docs/figures
 	$(BIN)/python -m research.studies.sde_study --output docs/figures

@@ -1,4 +1,4 @@
-"""Draws the figures of the README from a run of the embedded model and from the records of the head-to-head study.
+"""Draws the figures of README.md and docs/results.md from a run of the embedded model and the records of the studies.
 
     python -m research.studies.readme_figures outputs/tiny_cpu --output docs/figures        (make figures does this)
 
@@ -6,6 +6,7 @@
     before_after.gif           the same clips in motion
     all_clips.png              the middle frame of every held-out clip, before and after
     match_against_compute.png  gold match against compute alone, all methods
+    trained_clips.png          the same for the number of trained clips
 
 Held-out prompts are sampled without exploration noise, from the same seeds before and after. Of the clips that match
 their prompt only after training, the ones shown in detail moved most toward it, by the oracle's distance; all_clips.png
@@ -27,10 +28,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure, SubFigure
 from PIL import Image
 
-from research.studies import compute, second_edition
-from research.studies.questions import StudyPlan
+from research.studies import compute, second_edition, third_edition
+from research.studies.questions import Study, StudyPlan
 from research.studies.records import Record, read_all, validated
 from research.studies.result_tables import Arms, arms_of
+from research.studies.second_edition import RECIPE
 from sage_grpo.runs.history import RunError, read_run
 from sage_grpo.runs.media import read_mp4
 from sage_grpo.tools.figure_style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, STYLE
@@ -52,6 +54,14 @@ NAMED = {
     "flash, 1 step per prompt": ("GRPO, 1 exploring step", ORANGE),
     "published": ("SAGE-GRPO, as published", RED),
 }
+# the same for the third edition
+NAMED_SHARES = {
+    "nft, all of 8": ("nft, all of 8 clips", BLUE),
+    "nft, best and worst of 8": ("nft, best and worst of 8", RED),
+    "nft, 4 of 8": ("nft, 4 of 8", PURPLE),
+    "awm, all of 8": ("awm, all of 8", GREEN),
+    "flash, all of 8": ("GRPO, all of 8", ORANGE),
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -70,7 +80,12 @@ def main(arguments: list[str] | None = None) -> None:
     with matplotlib.rc_context(fname=STYLE):
         headline(pairs, arms).savefig(args.output / "headline.png", dpi=120)
         all_clips(pairs).savefig(args.output / "all_clips.png", dpi=110)
-        match_against_compute(arms).savefig(args.output / "match_against_compute.png", dpi=120)
+        figures = {
+            "match_against_compute": match_against_compute(arms, NAMED),
+            "trained_clips": match_against_compute(trained_clips(), NAMED_SHARES),
+        }
+        for name, figure in figures.items():
+            figure.savefig(args.output / f"{name}.png", dpi=120)
     write_motion(args.output / "before_after.gif", most_improved(pairs))
 
 
@@ -113,13 +128,13 @@ def headline(pairs: Sequence[Pair], arms: Arms) -> Figure:
     figure = Figure(figsize=(11.5, 5.7), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.0, 1.0))
     draw_clips(left, pairs)
-    draw_compute(right.subplots(), arms)
+    draw_compute(right.subplots(), arms, NAMED)
     return figure
 
 
-def match_against_compute(arms: Arms) -> Figure:
+def match_against_compute(arms: Arms, named: Mapping[str, tuple[str, str]]) -> Figure:
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    draw_compute(figure.subplots(), arms)
+    draw_compute(figure.subplots(), arms, named)
     return figure
 
 
@@ -203,25 +218,33 @@ def write_motion(path: Path, pairs: Sequence[Pair]) -> None:
 
 
 def head_to_head() -> Arms:
-    """The runs of the study, by method and seed."""
-    studies = second_edition.studies()
-    plan = StudyPlan(recipe=second_edition.RECIPE, studies=studies)
-    return arms_of(plan, "head_to_head", studies["head_to_head"], read_all(second_edition.RESULTS))
+    """The runs of the second edition's comparison of methods, by method and seed."""
+    return study_arms("head_to_head", second_edition.studies(), second_edition.RESULTS)
 
 
-def draw_compute(ax: Axes, arms: Arms) -> None:
+def trained_clips() -> Arms:
+    """The runs of the third edition's comparison of trained clips, by arm and seed."""
+    return study_arms("clips", third_edition.studies(), third_edition.RESULTS)
+
+
+def study_arms(name: str, studies: Mapping[str, Study], results: Path) -> Arms:
+    plan = StudyPlan(recipe=RECIPE, studies=studies)
+    return arms_of(plan, name, studies[name], read_all(results))
+
+
+def draw_compute(ax: Axes, arms: Arms, named: Mapping[str, tuple[str, str]]) -> None:
     """Gold match against compute: means over seeds with 95 % intervals; methods that are not named in gray."""
-    others = [arm for arm in arms if arm not in NAMED]
+    others = [arm for arm in arms if arm not in named]
     for arm in others:
         spent, means, _ = match_curve(arms[arm])
         ax.plot(spent, means, color=GREY, alpha=0.4, lw=1.2)
     ends = []
-    for arm, (name, color) in NAMED.items():
+    for arm, (name, color) in named.items():
         spent, means, halves = match_curve(arms[arm])
         ax.plot(spent, means, color=color, marker="o", ms=4, lw=2.4)
         ax.fill_between(spent, means - halves, means + halves, color=color, alpha=0.18, lw=0)
         ends.append((means[-1], f"{name}: {means[-1]:.0%}", color))
-    start = validated(next(iter(arms["published"].values())), compute.MATCH, 0)
+    start = validated(next(iter(arms[next(iter(named))].values())), compute.MATCH, 0)
     ax.text(0, start - 0.02, f"base model: {start:.0%}", fontsize=10, va="top")
     ax.set_ylim(start - 0.08, 1.0)
     label_ends(ax, ends)
@@ -229,8 +252,9 @@ def draw_compute(ax: Axes, arms: Arms) -> None:
     ax.set_xlabel("compute, in thousands of forwards of one clip", fontsize=10)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     ax.tick_params(labelsize=9.5)
-    seeds = len(arms["published"])
-    title = f"{len(arms)} methods at equal compute, {seeds} seeds each"
+    seeds = sorted({len(runs) for runs in arms.values()})
+    counts = " or ".join(map(str, seeds))
+    title = f"{len(arms)} methods at equal compute, {counts} seeds each"
     ax.set_title(title, fontsize=11, loc="left", color="black")
 
 

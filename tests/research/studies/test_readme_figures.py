@@ -32,6 +32,7 @@ def test_the_figures_are_drawn_from_the_first_and_the_last_validation(tmp_path, 
         "before_after.gif",
         "all_clips.png",
         "match_against_compute.png",
+        "trained_clips.png",
     }
     side = (256 + 4) // 2  # a clip is enlarged in its file, and has a border
     with Image.open(tmp_path / "before_after.gif") as motion:
