@@ -19,6 +19,7 @@ MAX_PROCESSES = 16
 
 def pytest_configure(config):
     config.left_to_test_all = 0
+    gc.disable()  # until all tests are collected: imports leave much, but no garbage
     if not hands_out_tests(config):
         config.pluginmanager.import_plugin("tests.shared_fixtures")
         choose_examples(quick="not slow" in config.option.markexpr)
@@ -35,7 +36,7 @@ def choose_examples(quick):
 
     settings.register_profile(
         "suite",
-        max_examples=50 if quick else 400,
+        max_examples=50 if quick else 100,
         derandomize=True,
         deadline=None,
         database=None,
@@ -57,6 +58,7 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_collection_finish():
     """Leave out of every later garbage collection what lives until the end: the packages and thousands of tests."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -3,6 +3,7 @@
 `tests/conftest.py` makes this module a plugin of the processes that run tests.
 """
 
+import fcntl
 import os
 import shutil
 from dataclasses import replace
@@ -51,6 +52,28 @@ def same_kernels():
     before = torch.backends.mkldnn.enabled
     yield
     torch.backends.mkldnn.set_flags(before)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory):
+    """made_once(NAME, make) -> a folder that `make(folder)` fills once for all processes of xdist. Only read it."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all processes
+
+    def folder_of(name, make):
+        folder = root / name
+        complete = root / f"{name}.complete"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not complete.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a call that failed
+                folder.mkdir()
+                make(folder)
+                complete.touch()
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sage_grpo.config.fields import Config, ConfigError
+from sage_grpo.config.fields import FIELDS, Config, ConfigError
 from sage_grpo.config.parse import from_values
 from sage_grpo.config.yaml_files import yaml_mapping
 from sage_grpo.train.checkpoint import LOCATION_FLAGS
@@ -283,11 +283,7 @@ STUDIES: dict[str, Study] = {
 
 def identity(config: Config) -> dict[str, Any]:
     """Everything that determines what a run computes, after a JSON round trip."""
-    values = {
-        name: value
-        for name, value in dataclasses.asdict(config).items()
-        if name not in LOCATION_FLAGS
-    }
+    values = {name: getattr(config, name) for name in FIELDS if name not in LOCATION_FLAGS}
     return json.loads(json.dumps(values))
 
 

@@ -84,7 +84,7 @@ NOT_CENTERED = tuple(f"{algorithm}, best and worst of 8, not centered" for algor
 REFERENCE = "nft, all of 8"
 FIRST_SEEDS = 4  # of `clips`, run beside the further search
 TODAY = (
-    "nft, best and worst of 8"  # what the recipes of nft do, and samplers and variety start from
+    "nft, best and worst of 8"  # what samplers and variety start from, as nft's recipes did then
 )
 FEW_SEEDS = 4  # of centering, samplers and variety
 
@@ -467,9 +467,8 @@ an H200: by that, all of it takes a bit more than an hour.
 """
 
 
-def summary(results: Path, target: Path) -> int:
-    """Write tables and figures of the results."""
-    registered = studies(results)
+def more_tables(registered: Mapping[str, Study]) -> dict[str, Table]:
+    """The tables that not every study has."""
     plan = StudyPlan(recipe=RECIPE, studies=registered)
 
     def arms_in(study: str, runs: Mapping[str, Record]) -> Arms:
@@ -497,6 +496,12 @@ def summary(results: Path, target: Path) -> int:
     }
     for name in SEARCHES:
         tables[f"searched_{name}"] = partial(search, study=name)
+    return tables
+
+
+def summary(results: Path, target: Path) -> int:
+    """Write tables and figures of the results."""
+    registered = studies(results)
     figures = {}
     for name in ("clips", "samplers", "guidance"):
         colors = dict(zip(registered[name].arms, PALETTE, strict=False))
@@ -506,7 +511,7 @@ def summary(results: Path, target: Path) -> int:
     colors = third_tables.point_colors(CURVES, TODAYS_POINT)
     figures["variety"] = StudyFigure(trade_off, (1, 2), colors=colors, panel_height=4.0)
     arguments = ["--recipe", str(RECIPE), "--results", str(results), "--page", str(target)]
-    return results_page.main(arguments, registered, figures, tables)
+    return results_page.main(arguments, registered, figures, more_tables(registered))
 
 
 def run_stages(options: Any, passed_on: Sequence[str]) -> int:

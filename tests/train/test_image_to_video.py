@@ -81,7 +81,6 @@ def expected():
 @pytest.mark.parametrize(
     "use_lora, name",
     [
-        slow(True, "sp2"),
         slow(True, "dp2"),
         slow(False, "hsdp 2 x 2"),
         slow(False, "fsdp2 x sp2"),

@@ -218,7 +218,6 @@ def same(found, expected):
     [
         ("trivial", "fsdp2", "one", True),
         ("trivial", "one", "fsdp2", False),
-        slow("tiny", "hsdp", "sp2", True),
         slow("tiny", "hsdp", "sp2", False),
         slow("tiny", "dp2", "sp2", True),
     ],

@@ -195,14 +195,9 @@ def expected():
 @pytest.mark.parametrize(
     "kind, use_lora, name",
     [
-        slow("wan21", True, "sp2"),
-        slow("wan21", True, "fsdp2"),
         slow("wan21", True, "fsdp2 x sp2"),
         slow("wan21", False, "sp2"),
-        slow("wan21", False, "fsdp2 x sp2"),
         slow("ti2v", True, "dp2"),
-        slow("ti2v", True, "sp2"),
-        slow("ti2v", True, "fsdp2"),
         slow("ti2v", False, "fsdp2 x sp2"),
     ],
 )

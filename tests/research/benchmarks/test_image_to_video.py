@@ -1,6 +1,5 @@
 """The benchmark of image to video and 720p at CPU size: all parts leave their numbers, and ours agrees with stock."""
 
-import functools
 import re
 from dataclasses import replace
 
@@ -15,9 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compile
 @pytest.mark.slow
 def test_all_parts_are_measured_and_ours_agrees_with_stock(tmp_path, monkeypatch):
     """Slow: the whole program; its parts are tested with the model and the planner."""
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend="eager")
-    )  # no C++ needed
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     page = tmp_path / "page.md"
     with pytest.raises(SystemExit) as end:
         script.main(["--rehearse", "--output", str(page), "--scratch", str(tmp_path / "scratch")])

@@ -1,6 +1,5 @@
 """The transformer benchmark at CPU size: every row is present, and all compute the same."""
 
-import functools
 import os
 import re
 import signal
@@ -27,9 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compile
 @pytest.mark.slow
 def test_every_row_is_measured_and_all_agree(tmp_path, monkeypatch):
     """Slow: all rows; single ones are measured below."""
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend="eager")
-    )  # no C++ needed
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     monkeypatch.setattr(script, "PADDING", {"text": 12, "glyph": 3, "image": 2})
     script.main([*SMALL.split(), "--output", str(tmp_path / "page.md")])
     text = (tmp_path / "page.md").read_text()

@@ -1,6 +1,5 @@
 """The Wan benchmark at CPU size: all parts leave their numbers, ours and stock agree, and the first ratio is 1."""
 
-import functools
 import re
 
 import pytest
@@ -13,16 +12,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compile
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, transformers", [("wan21-1.3b", 1), ("wan22-ti2v-5b", 2), ("wan22-t2v-a14b", 0)]
-)
+@pytest.mark.parametrize("name, transformers", [("wan22-ti2v-5b", 2), ("wan22-t2v-a14b", 0)])
 def test_all_parts_are_measured_and_ours_agrees_with_stock(
     tmp_path, monkeypatch, name, transformers
 ):
     """Slow: the whole program."""
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend="eager")
-    )  # no C++ needed
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     monkeypatch.setattr(
         "research.benchmarks.grpo.training.Stopwatch", type("Watch", (training.Stopwatch,), {})
     )

@@ -5,10 +5,12 @@ import json
 import pytest
 import yaml
 
+import post_train
 from research.people import demo
 from research.people.taste import TIE
 from sage_grpo.config.yaml_files import read_yaml
 from sage_grpo.runs.media import write_mp4
+from sage_grpo.tools.prefer import __main__ as prefer
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.pairs import Trial
 from sage_grpo.tools.prefer.study import Study, StudyClip
@@ -91,6 +93,12 @@ SMALLEST = {
 SMALL_BATCH = {"batch_size": 4, "num_generations": 4, "train_clips": 2}
 
 
+def run_here(command, cwd, check):
+    """post_train.py in this process, which has imported everything."""
+    assert command[1] == "post_train.py" and cwd == demo.ROOT and check
+    assert post_train.main(command[2:]) == 0
+
+
 @pytest.mark.slow
 def test_the_whole_loop_from_the_first_label_to_the_page(tmp_path, monkeypatch):
     """Slow: every program of the loop, on as few clips as it takes. Ten answers need not make a better reward."""
@@ -99,8 +107,8 @@ def test_the_whole_loop_from_the_first_label_to_the_page(tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(read_yaml(str(demo.ROOT / demo.RECIPE)) | SMALL_BATCH))
     monkeypatch.setattr(demo, "RECIPE", str(recipe))
-    tool = demo.tool
-    monkeypatch.setattr(demo, "tool", lambda *words: tool(*words, "--even_if_worse"))
+    monkeypatch.setattr(demo, "tool", lambda *words: prefer.main([*words, "--even_if_worse"]))
+    monkeypatch.setattr(demo.subprocess, "run", run_here)
     demo.main(["--output", str(tmp_path), "--record", str(tmp_path / "record.json")])
     (record,) = json.loads((tmp_path / "record.json").read_text())["seeds"]
     assert record["answers"] == 10

@@ -63,9 +63,21 @@ def test_the_curves_end_at_the_matches_of_the_results_page(arms):
     assert ends["published"] == pytest.approx(0.428, abs=5e-4)
     assert all(len(arms[arm]) == 8 for arm in readme_figures.NAMED)
     ax = Figure().subplots()
-    readme_figures.draw_compute(ax, arms)
+    readme_figures.draw_compute(ax, arms, readme_figures.NAMED)
     assert len(ax.lines) == len(arms)
     assert {text.get_text() for text in ax.texts} >= {"DiffusionNFT (nft): 93%", "base model: 34%"}
+
+
+def test_the_curves_of_trained_clips_end_at_the_matches_of_the_docs():
+    """docs/results.md: nft with all clips 0.93, with the best and the worst of 8 0.86, with 4 of 8 0.89."""
+    arms = readme_figures.trained_clips()
+    assert set(readme_figures.NAMED_SHARES) < set(arms)
+    ends = {
+        arm: readme_figures.match_curve(arms[arm])[1][-1] for arm in readme_figures.NAMED_SHARES
+    }
+    assert ends["nft, all of 8"] == pytest.approx(0.934, abs=5e-4)
+    assert ends["nft, best and worst of 8"] == pytest.approx(0.859, abs=5e-4)
+    assert ends["nft, 4 of 8"] == pytest.approx(0.891, abs=5e-4)
 
 
 def test_a_run_without_a_validation_at_the_start_is_refused(tmp_path):

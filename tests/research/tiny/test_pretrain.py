@@ -29,10 +29,14 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder per run, with fewer clips per batch and weights averaged at every step."""
-    root = tmp_path_factory.mktemp("pretrain")
+@pytest.fixture
+def runs(made_once):
+    """A folder per run."""
+    return made_once("pretrain", pretrain_all)
+
+
+def pretrain_all(root):
+    """With fewer clips per batch, and weights averaged at every step."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (pretrain, learn_vae):
             patch.setattr(module, "ENCODED", 16)
@@ -43,7 +47,6 @@ def runs(tmp_path_factory):
             patch.setattr(sys, "argv", command)
             pretrain.main()
     torch.use_deterministic_algorithms(False)
-    return root
 
 
 def weights(folder, part="transformer"):
