@@ -77,9 +77,12 @@ def made_once(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory):
+def tiny_folder(made_once):
     """Read-only: copy it before changing a file."""
-    folder = tmp_path_factory.mktemp("tiny")
+    return made_once("tiny", write_tiny)
+
+
+def write_tiny(folder):
     pipe = build_tiny(0, WORDS, TinyConfig(rope=(4, 6, 6), layers=2, latent_channels=8))
     pipe.vae.register_to_config(
         scaling_factor=0.4
@@ -93,22 +96,22 @@ def tiny_folder(tmp_path_factory):
             )
     pipe.save_pretrained(folder)
     SAMPLING.to_json(folder / "sampling.json")
-    return folder
 
 
 @pytest.fixture(scope="session")
-def tencent_folder(tiny_folder, tmp_path_factory):
+def tencent_folder(tiny_folder, made_once):
     """`tiny_folder` in Tencent's layout. Read-only: copy it before changing a file."""
-    return write_tencent_folder(tiny_folder, tmp_path_factory.mktemp("ckpts"))
+    return made_once("ckpts", lambda folder: write_tencent_folder(tiny_folder, folder))
 
 
 @pytest.fixture(scope="session")
-def i2v_folder(tiny_folder, tmp_path_factory):
+def i2v_folder(tiny_folder, made_once):
     """`tiny_folder` as an image-to-video model that sees 9 tokens of an image. Read-only: copy it to change a file."""
-    folder, parts = (
-        tmp_path_factory.mktemp("i2v"),
-        HunyuanVideo15Pipeline.from_pretrained(tiny_folder).components,
-    )
+    return made_once("i2v", lambda folder: write_i2v(folder, tiny_folder))
+
+
+def write_i2v(folder, tiny_folder):
+    parts = HunyuanVideo15Pipeline.from_pretrained(tiny_folder).components
     config = SiglipVisionConfig(hidden_size=16, num_attention_heads=2, image_size=42, patch_size=14)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
@@ -120,13 +123,14 @@ def i2v_folder(tiny_folder, tmp_path_factory):
         **parts, image_encoder=vision, feature_extractor=processor
     ).save_pretrained(folder)
     SAMPLING.to_json(folder / "sampling.json")
-    return folder
 
 
 @pytest.fixture(scope="session")
-def tencent_i2v_folder(i2v_folder, tmp_path_factory):
+def tencent_i2v_folder(i2v_folder, made_once):
     """`i2v_folder` in Tencent's layout. Read-only: copy it before changing a file."""
-    return write_tencent_folder(i2v_folder, tmp_path_factory.mktemp("ckpts_i2v"), "480p_i2v")
+    return made_once(
+        "ckpts_i2v", lambda folder: write_tencent_folder(i2v_folder, folder, "480p_i2v")
+    )
 
 
 @pytest.fixture(scope="session")
@@ -143,13 +147,20 @@ def pictures(tmp_path_factory):
     return sorted(folder.iterdir())
 
 
+def wan_writer(sampling, *version):
+    """What writes a tiny Wan, by default 2.1, into a folder."""
+
+    def write(folder):
+        build_tiny_wan(0, WORDS, *version).save_pretrained(folder)
+        sampling.to_json(folder / "sampling.json")
+
+    return write
+
+
 @pytest.fixture(scope="session")
-def wan_folder(tmp_path_factory):
+def wan_folder(made_once):
     """A tiny Wan 2.1. Read-only: copy it before changing a file."""
-    folder = tmp_path_factory.mktemp("wan")
-    build_tiny_wan(0, WORDS).save_pretrained(folder)
-    TINY_SAMPLING.to_json(folder / "sampling.json")
-    return folder
+    return made_once("wan", wan_writer(TINY_SAMPLING))
 
 
 @pytest.fixture
@@ -160,30 +171,23 @@ def stock_image_to_video(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def ti2v_folder(tmp_path_factory):
+def ti2v_folder(made_once):
     """A tiny Wan 2.2 TI2V. Read-only: copy it before changing a file."""
-    folder = tmp_path_factory.mktemp("ti2v")
-    build_tiny_wan(0, WORDS, "wan22-ti2v-5b").save_pretrained(folder)
-    TINY_SAMPLING.to_json(folder / "sampling.json")
-    return folder
+    return made_once("ti2v", wan_writer(TINY_SAMPLING, "wan22-ti2v-5b"))
 
 
 @pytest.fixture(scope="session")
-def a14b_folder(tmp_path_factory):
+def a14b_folder(made_once):
     """A tiny Wan 2.2 A14B text to video. Read-only: copy it before changing a file."""
-    folder = tmp_path_factory.mktemp("a14b")
-    build_tiny_wan(0, WORDS, "wan22-t2v-a14b").save_pretrained(folder)
-    replace(TINY_SAMPLING, guidance=4.0, guidance_2=3.0).to_json(folder / "sampling.json")
-    return folder
+    sampling = replace(TINY_SAMPLING, guidance=4.0, guidance_2=3.0)
+    return made_once("a14b", wan_writer(sampling, "wan22-t2v-a14b"))
 
 
 @pytest.fixture(scope="session")
-def animating_folder(tmp_path_factory):
+def animating_folder(made_once):
     """A tiny Wan 2.2 A14B image to video. Read-only: copy it before changing a file."""
-    folder = tmp_path_factory.mktemp("animating")
-    build_tiny_wan(0, WORDS, "wan22-i2v-a14b").save_pretrained(folder)
-    replace(TINY_SAMPLING, guidance=3.5, guidance_2=2.5).to_json(folder / "sampling.json")
-    return folder
+    sampling = replace(TINY_SAMPLING, guidance=3.5, guidance_2=2.5)
+    return made_once("animating", wan_writer(sampling, "wan22-i2v-a14b"))
 
 
 @pytest.fixture

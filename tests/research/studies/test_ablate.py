@@ -24,9 +24,12 @@ NUMBERS = ("steps", "curves", "validation", "per_step", "collapsed")
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny_folder, tmp_path_factory):
+def recipe(tiny_folder, made_once):
     """A recipe that runs in seconds."""
-    folder = tmp_path_factory.mktemp("recipe")
+    return made_once("recipe", lambda folder: write_recipe(folder, tiny_folder)) / "recipe.yaml"
+
+
+def write_recipe(folder, tiny_folder):
     (folder / "prompts.txt").write_text("a red circle moving left\na green square moving right\n")
     flags = {
         "pretrained_model_root": str(tiny_folder), "train_prompts": [str(folder / "prompts.txt")],
@@ -37,7 +40,6 @@ def recipe(tiny_folder, tmp_path_factory):
         "kl_weight": 0.3, "kl_schedule": "fixed", "enable_gradient_checkpointing": False, "report_to": ["none"],
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(flags))
-    return folder / "recipe.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +61,19 @@ def call(recipe):
 
 
 @pytest.fixture(scope="module")
-def done(call, tmp_path_factory):
+def done(call, made_once):
     """The grid, stopped in its first run, then finished from a copy of its work folder: the places of both parts."""
-    here, there = (tmp_path_factory.mktemp(name) for name in ("here", "there"))
-    when_begun(
-        here / "work" / "first-base-1" / "status.json", lambda: os.kill(os.getpid(), signal.SIGTERM)
-    )
-    assert call(here, "--studies", "second") == PREEMPTED
-    shutil.copytree(here / "work", there / "work")
-    assert call(there) == DONE
-    return here, there
+
+    def make(folder):
+        here, there = folder / "here", folder / "there"
+        begun = here / "work" / "first-base-1" / "status.json"
+        when_begun(begun, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert call(here, "--studies", "second") == PREEMPTED
+        shutil.copytree(here / "work", there / "work")
+        assert call(there) == DONE
+
+    folder = made_once("grid", make)
+    return folder / "here", folder / "there"
 
 
 def when_begun(status, then):
