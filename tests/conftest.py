@@ -19,8 +19,8 @@ MAX_PROCESSES = 16
 
 def pytest_configure(config):
     config.left_to_test_all = 0
-    gc.disable()  # until all tests are collected: imports leave much, but no garbage
     if not hands_out_tests(config):
+        gc.disable()  # until all tests are collected: imports leave much, but no garbage
         config.pluginmanager.import_plugin("tests.shared_fixtures")
         choose_examples(quick="not slow" in config.option.markexpr)
 

@@ -171,6 +171,7 @@ ORDERED = {"enable_timestep_permutation": False}
         slow("animating", True, "sp2", {}),
         slow("a14b", True, "fsdp2", {**ORDERED, "sde_window": "slide_iteration:1:1"}),
         slow("a14b", True, "fsdp2 x sp2", ORDERED),
+        slow("a14b", True, "sp4", {}),
         slow("a14b", True, "hsdp 2 x 2", ORDERED),
         slow("a14b", False, "fsdp2", ORDERED),
         slow("animating", False, "fsdp2 x sp2", ORDERED),

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compile
 @pytest.mark.slow
 def test_all_parts_are_measured_and_ours_agrees_with_stock(tmp_path, monkeypatch):
     """Slow: the whole program; its parts are tested with the model and the planner."""
+    # compiled blocks are tested with the models; tracing them takes most of the time
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     page = tmp_path / "page.md"
     with pytest.raises(SystemExit) as end:

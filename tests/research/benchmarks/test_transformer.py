@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compile
 @pytest.mark.slow
 def test_every_row_is_measured_and_all_agree(tmp_path, monkeypatch):
     """Slow: all rows; single ones are measured below."""
+    # compiled blocks are tested with the models; tracing them takes most of the time
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     monkeypatch.setattr(script, "PADDING", {"text": 12, "glyph": 3, "image": 2})
     script.main([*SMALL.split(), "--output", str(tmp_path / "page.md")])

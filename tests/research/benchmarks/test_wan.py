@@ -17,6 +17,7 @@ def test_all_parts_are_measured_and_ours_agrees_with_stock(
     tmp_path, monkeypatch, name, transformers
 ):
     """Slow: the whole program."""
+    # compiled blocks are tested with the models; tracing them takes most of the time
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     monkeypatch.setattr(
         "research.benchmarks.grpo.training.Stopwatch", type("Watch", (training.Stopwatch,), {})
