@@ -7,7 +7,7 @@ reported about it. Shapes: N logged iterations, T denoising steps.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from sage_grpo.config.fields import FIELDS, Config
 from sage_grpo.runs.case import MIN_FOR_TREND, Case, gradient_signal, reward_slope
-from sage_grpo.runs.history import Line, RunHistory, column
+from sage_grpo.runs.history import RunHistory, column
 
 BF16 = 2.0**-9  # relative rounding error
 PHASES = ("rollout", "decode", "reward", "gold", "anchor", "update")
@@ -245,17 +245,25 @@ def reward_depends_on_its_call(case: Case) -> str | None:
     return None
 
 
-def learning_rates_since_refresh(lines: Sequence[Line]) -> np.ndarray:
-    """For each line, the highest learning rate since its anchor was refreshed: a resume may have lowered it."""
+def learning_rates_since_refresh(case: Case) -> np.ndarray:
+    """For each line, the highest learning rate since its anchor was refreshed: a resume may have lowered it.
+
+    NaN for the first anchor of a run that was resumed into a new folder, which does not know its earlier rates.
+    """
+    # the anchor outlives a change of the yardstick, so its age may reach back to earlier series
+    lines = case.run.all_full_lines
     learning_rate = column(lines, "lr")
     age = column(lines, "kl/anchor_age")
     highest = learning_rate.copy()
+    starts = case.run.starts
+    if starts and starts[0].get("step"):
+        highest[:1] = math.nan
     for i in range(1, len(lines)):
         # the rates of iterations between two lines are not known: the earlier line's counts, too
         has_same_anchor = age[i] > age[i - 1]
         before = highest[i - 1] if has_same_anchor else learning_rate[i - 1]
-        highest[i] = np.fmax(highest[i], before)
-    return highest
+        highest[i] = np.maximum(highest[i], before)
+    return highest[len(lines) - len(case.run.full_lines) :]
 
 
 @rule(
@@ -270,8 +278,7 @@ def anchor_is_wrong(case: Case) -> str | None:
     c = case.config
     keys = ("signal/anchor_moved", "kl/anchor_age", "signal/weight_rms")
     distance, age, weight_rms = (column(case.run.full_lines, key) for key in keys)
-    # the anchor outlives a change of the yardstick, so its age may reach back to earlier lines
-    learning_rate = learning_rates_since_refresh(case.run.all_full_lines)[-len(age) :]
+    learning_rate = learning_rates_since_refresh(case)
     # optimizers move a weight by about the learning rate, and weight decay by that share of it; rounding adds a little
     per_update = learning_rate * (1 + c.weight_decay * weight_rms)
     reachable = 2 * per_update * age + 2 * BF16 * weight_rms + 1e-30

@@ -316,6 +316,20 @@ def test_an_anchor_may_be_as_far_as_earlier_learning_rates_led(replay, breaks, l
     assert ("wrong anchor" in names(folder)) == is_wrong
 
 
+@pytest.mark.parametrize(("last", "is_wrong"), [(12, False), (13, True)])
+def test_an_anchor_older_than_the_folder_is_not_judged(replay, last, is_wrong):
+    """A run is resumed after iteration 9 into a new folder, which does not say at which rates its anchor was left."""
+    folder = replay("healthy-1")
+    change(folder, {"update_ref_model_step": 6}, signal__weight_rms=0.0, signal__anchor_moved=0.005)
+    head, *lines = (line for line in read_lines(folder) if line["kind"] in ("run", "train"))
+    for line in lines:
+        line["kl/anchor_age"] = (line["step"] - 1) % 6 + 1
+        line["lr"] = 1e-5
+    kept = [line for line in lines if 9 < line["step"] <= last]
+    write_lines(folder, [head | {"step": 9}, *kept])
+    assert ("wrong anchor" in names(folder)) == is_wrong
+
+
 @pytest.mark.parametrize("world", BY_WORLD)
 def test_a_learning_rate_that_is_too_low_comes_before_advice_to_lower_it(replay, world):
     folder = replay("learning rate / 10,000", world)
