@@ -61,7 +61,7 @@ SUMMARY = HERE / "results_3.md"
 STAGES = (
     ("rates",),
     ("further_rates", "clips"),  # `beside_the_search`
-    ("clips", "centering", "samplers", "variety"),
+    ("clips", "averaged", "centering", "samplers", "variety"),
     ("variety_check", "guidance_rates"),
     ("further_guidance_rates",),
     ("guidance",),
@@ -87,6 +87,7 @@ TODAY = (
     "nft, best and worst of 8"  # what samplers and variety start from, as nft's recipes did then
 )
 FEW_SEEDS = 4  # of centering, samplers and variety
+AVERAGED: Flags = {"ema_decay": 0.95}  # as in configs/tiny_gpu.yaml
 
 # How rollouts are sampled. From pure noise, dpm3 in 4 steps is dpm, and dpm in 3 steps is Euler's method.
 TODAYS_SAMPLER = "dpm, 5 steps"
@@ -132,6 +133,7 @@ TINY_ARMS = (
     REFERENCE,
     TODAY,
     "flash, best and worst of 16",
+    f"{TODAY}, averaged",
     TODAYS_SAMPLER,
     "unipc, 3 steps",
     "dpm, 5 steps, guided above 0.8",
@@ -209,6 +211,21 @@ def centered_pairs() -> dict[str, str]:
 def paired_arms() -> dict[str, Flags]:
     """The arms of `centering`."""
     return {arm: arms()[arm] for pair in centered_pairs().items() for arm in pair}
+
+
+def averaged_arm(arm: str) -> str:
+    return f"{arm}, averaged"
+
+
+def averaged_pairs() -> dict[str, str]:
+    """The arms of `averaged` with averaged weights, each with the arm that differs in nothing else."""
+    return {averaged_arm(arm): arm for arm in (REFERENCE, TODAY)}
+
+
+def averaged_arms(rates: Path) -> dict[str, Flags]:
+    """The arms of `averaged`, at the rates found without averaging; those of `clips` are shared."""
+    found = {arm: {**arms()[arm], **chosen(arm, rates)} for arm in (REFERENCE, TODAY)}
+    return found | {averaged: found[arm] | AVERAGED for averaged, arm in averaged_pairs().items()}
 
 
 @cache
@@ -299,6 +316,10 @@ def studies(results: Path = RESULTS, tiny: bool = False) -> dict[str, Study]:
         "clips": Study(
             "How many clips of a group should be trained?", at_rates(plain), **compared,
         ),
+        "averaged": Study(
+            "Is it the same for averaged weights?",
+            rehearsable(averaged_arms(rates)), against=averaged_pairs(), **compared,
+        ),
         "centering": Study(
             "Should the advantages of the trained clips add up to 0?",
             at_rates(rehearsable(paired_arms())),
@@ -371,6 +392,7 @@ NUM_ARMS = len(ALGORITHMS) * len(SHARES)
 NUM_COMPARED = NUM_ARMS - len(NOT_CENTERED)
 NEW_SAMPLER_RUNS = FEW_SEEDS * (len(SAMPLERS) - 1)  # today's are among those of `clips`
 NEW_POINT_RUNS = FEW_SEEDS * (len(ANCHORS) + len(FEWER_UPDATES))
+ADDED_AFTER = 52  # runs of `clips`, when `averaged` was registered
 GUIDED_RUNS = len(RATES) + SEEDS  # per arm
 SEARCHED_RATES = ", ".join(f"{rate:g}" for rate in RATES)
 REGISTERED = f"""# Registration of the third edition
@@ -394,8 +416,8 @@ beyond, as in the second edition. `samplers` and `variety` search no further: th
 and the two points of `variety` that are arms of `clips` keep theirs.
 
 **Studies**, in this order: `rates`, `further_rates` (the searches; beside the second begin runs of `clips` whose rate
-is known); `clips` (all centered arms, seeds 1 to {SEEDS}), and in what its last runs leave free `centering`, `samplers`
-and `variety` (seeds 1 to {FEW_SEEDS}, whose references share the runs of `clips`);
+is known); `clips` (all centered arms, seeds 1 to {SEEDS}), `averaged` (the same seeds), and in what their last runs
+leave free `centering`, `samplers` and `variety` (seeds 1 to {FEW_SEEDS}, whose references share the runs of `clips`);
 `variety_check` (the proposed point, seeds {FEW_SEEDS + 1} to {2 * FEW_SEEDS}); then `guidance_rates`,
 `further_guidance_rates` and `guidance` (guidance 2, seeds 1 to {SEEDS}) for the two arms of `clips` with the highest
 mean gold match of the last validation, among centered ones of which no run collapsed, and for *{REFERENCE}*.
@@ -429,6 +451,14 @@ are not, the best and worst of 8 remain for the decision above, in a study of th
 {FEW_SEEDS} seeds, because the search shows differences that 4 seeds can tell. The search of the others is in the
 records, too.
 
+**Averaged weights, added on 2026-11-19,** when {ADDED_AFTER} runs of `clips` were known. There the best and worst of 8
+lead for half of the compute, but then drift, and end behind. An average of the weights removes what differs from update
+to update, and an early look with averaged weights saw no such drift. So `averaged` trains *{REFERENCE}* and
+*{TODAY}* with `ema_decay {AVERAGED["ema_decay"]:g}`, at the rates found without, and validates what users
+of averaged weights get. The decisions about clips are made for these arms, too, with *{averaged_arm(REFERENCE)}*
+as the reference, and theirs about `train_clips` is the one that the nft recipes follow. These average their weights if
+the averaged weights of the arm that they train have no lower match, by the margin above, than the last ones.
+
 **Decisions about samplers.** Samplers are compared with *{TODAYS_SAMPLER}*, guided ones with *{GUIDED_SAMPLER}*. A step
 less saves a fourteenth of a clip's units, and four seeds cannot tell such a difference from chance, so means decide:
 
@@ -460,8 +490,9 @@ language models (arXiv 2504.11343).
 A collapsed run has no last validation, and is counted. Runs that fail for a reason of the machine are repeated.
 
 **Budget.** {NUM_ARMS} arms: {3 * NUM_ARMS} runs of the search and some beyond its ends,
-{SEEDS * NUM_COMPARED} that are compared, {FEW_SEEDS * len(NOT_CENTERED)} that are not centered, {NEW_SAMPLER_RUNS} of
-other samplers, {NEW_POINT_RUNS} of other points (8 of them shorter) and up to {FEW_SEEDS} that confirm one, and
+{SEEDS * NUM_COMPARED} that are compared, {SEEDS * len(averaged_pairs())} with averaged weights,
+{FEW_SEEDS * len(NOT_CENTERED)} that are not centered, {NEW_SAMPLER_RUNS} of other samplers,
+{NEW_POINT_RUNS} of other points (8 of them shorter) and up to {FEW_SEEDS} that confirm one, and
 {3 * GUIDED_RUNS} with guidance. In the second edition 106 runs of these units took 26 minutes with 18 processes on
 an H200: by that, all of it takes a bit more than an hour.
 """
@@ -483,6 +514,7 @@ def more_tables(registered: Mapping[str, Study]) -> dict[str, Table]:
     tables: dict[str, Table] = {
         "clips": partial(third_tables.goal_table, reference=REFERENCE),
         "centering": partial(third_tables.centering_table, pairs=centered_pairs(), seeds=FEW_SEEDS),
+        "averaged": partial(third_tables.goal_table, reference=averaged_arm(REFERENCE)),
         "guidance": partial(third_tables.goal_table, reference=guided_arm(REFERENCE)),
         "samplers": partial(third_tables.sampler_table, against=COMPARED_SAMPLERS, seeds=FEW_SEEDS),
         "variety": partial(
@@ -503,7 +535,7 @@ def summary(results: Path, target: Path) -> int:
     """Write tables and figures of the results."""
     registered = studies(results)
     figures = {}
-    for name in ("clips", "samplers", "guidance"):
+    for name in ("clips", "averaged", "samplers", "guidance"):
         colors = dict(zip(registered[name].arms, PALETTE, strict=False))
         plot = partial(compute.draw_compute, colors=colors)
         figures[name] = StudyFigure(plot, (1, 3), colors=colors)

@@ -72,21 +72,24 @@ def test_arms_cost_the_same_and_the_search_uses_no_seed_that_is_reported(tmp_pat
     assert seeds == {
         "rates": {SEARCH["first_seed"]},
         "clips": set(range(1, 9)),
+        "averaged": set(range(1, 9)),
         "centering": few,
         "samplers": few,
         "variety": few,
     }
 
 
-def test_samplers_and_variety_share_their_reference_and_are_validated_alike():
-    """At any rates: today's sampler and point, all of 8 and best and worst of 16 are runs of `clips`."""
+def test_studies_share_their_references_and_are_validated_alike():
+    """At any rates: what is not averaged, today's sampler and point, and two other points are runs of `clips`."""
     plan = StudyPlan((), None, RECIPE, studies())
     shared = {
         (study, arm)
         for (study, arm, _), key in plan.keys.items()
-        if study in ("samplers", "variety") and plan.runs[key].study == "clips"
+        if study in ("averaged", "samplers", "variety") and plan.runs[key].study == "clips"
     }
     assert shared == {
+        ("averaged", REFERENCE),
+        ("averaged", CHEAPER),
         ("samplers", TODAYS_SAMPLER),
         ("variety", TODAYS_POINT),
         ("variety", "best and worst of 16"),
