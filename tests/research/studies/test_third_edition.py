@@ -312,7 +312,7 @@ def test_stages_follow_each_other_and_stop_where_runs_are_left(tmp_path, monkeyp
     started.clear()
     assert start({}) == DONE
     # nothing is at an end, and no result names the best
-    assert started == [("rates",), ("clips", "centering", "samplers", "variety")]
+    assert started == [("rates",), ("clips", "averaged", "centering", "samplers", "variety")]
 
 
 def test_only_arms_with_a_known_rate_begin_beside_the_search():
@@ -396,7 +396,7 @@ def test_all_stages_lead_to_the_page_of_results(tmp_path, monkeypatch):
     page_of_results = tmp_path / "results_3.md"
     assert third_edition.summary(results, page_of_results) == DONE
     text = page_of_results.read_text()
-    assert text.count("| verdict |") == 4
+    assert text.count("| verdict |") == 5
     assert f"the recipes take **{WIDER}**" in text
     assert "centering is no longer the default" in text
     assert f"dpm, 4 steps instead of {TODAYS_SAMPLER}" in text
