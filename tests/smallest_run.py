@@ -5,9 +5,11 @@ Checkpoints, resuming, guards, schedules and logs know nothing of a model, so th
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from sage_grpo.models.registry import BACKBONES
@@ -16,6 +18,7 @@ from sage_grpo.tools.report import page as report
 from sage_grpo.train import reward_checks, saving
 from tests.trivial_backbone import TinyDenoiser
 
+DEMO = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
 PIPELINE, TRIVIAL = "TrivialPipeline", "tests.trivial_backbone:Trivial"
 PROMPTS = ("a red circle moving left", "a green square moving right", "a red square moving right")
 
@@ -92,6 +95,22 @@ def smallest_run(model, folder, **changes):
         "dtype": "fp32",
         **changes,
     }
+
+
+def write_smaller_demo(path, **changes):
+    """The recipe of the demo with batches of 2 clips of 32 x 32."""
+    small = {
+        "batch_size": 2,
+        "num_generations": 2,
+        "num_sampling_steps": 2,
+        "height": 32,
+        "width": 32,
+        "num_validation_prompts": 2,
+        "validation_fixed_size": "32x32",
+        "validation_num_inference_steps": 2,
+    }
+    recipe = yaml.safe_load(DEMO.read_text())
+    path.write_text(yaml.safe_dump(recipe | small | changes))
 
 
 def command_line(flags):

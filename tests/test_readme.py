@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.smallest_run import DEMO, write_smaller_demo
+
 ROOT = Path(__file__).parents[1]
 # what needs the network, eight GPUs or this suite is only shown; anything else runs as it stands in the page
 DRY = {
@@ -18,20 +20,8 @@ DRY = {
     "bash run_post_train.sh": "--dry_run",
     "make test": "--dry-run",
 }
-LAST_STEP = 4
-# so that the demo takes seconds; its last checkpoint gets the number that the page says as a second name
-SMALL = {
-    "max_steps": LAST_STEP,
-    "batch_size": 2,
-    "num_generations": 2,
-    "num_sampling_steps": 2,
-    "height": 32,
-    "width": 32,
-    "train_prompts": ["few_prompts.txt"],
-    "num_validation_prompts": 2,
-    "validation_fixed_size": "32x32",
-    "validation_num_inference_steps": 2,
-}
+# of the demo, so that it takes seconds; its last checkpoint gets the number that the page says as a second name
+LAST_STEP = 2
 
 
 @dataclass(frozen=True)
@@ -82,7 +72,7 @@ def test_the_page_is_read_as_a_reader_does():
         assert f"{command} {flag}" in scripts
     assert "generate.py" in scripts
     assert "my_reward.py" in [block.file for block in found]
-    demo = yaml.safe_load((ROOT / "configs" / "tiny_cpu.yaml").read_text())
+    demo = yaml.safe_load(DEMO.read_text())
     assert re.findall(r"step-\d+", page) == [f"step-{demo['max_steps']:06d}"]
 
 
@@ -101,8 +91,8 @@ def fresh(tmp_path):
 
     prompts = (folder / "assets/tiny/prompts_train.txt").read_text().splitlines()[:4]
     (folder / "few_prompts.txt").write_text("\n".join(prompts) + "\n")
-    recipe = folder / "configs" / "tiny_cpu.yaml"
-    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | SMALL))
+    recipe = folder / "configs" / DEMO.name
+    write_smaller_demo(recipe, max_steps=LAST_STEP, train_prompts=["few_prompts.txt"])
 
     environment = folder / ".venv"
     environment.mkdir()
