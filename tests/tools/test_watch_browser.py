@@ -59,11 +59,11 @@ def test_a_browser_follows_a_run_by_itself(browser, tiny_folder, tmp_path):
     flags = smallest_run(
         tiny_folder,
         tmp_path,
-        max_steps=12,
-        rollout_videos=4,
+        max_steps=6,
+        rollout_videos=2,
         validation_videos=2,
         validate_at_step0=True,
-        validation_interval=6,
+        validation_interval=3,
         height=32,
         width=32,
     )
@@ -82,7 +82,7 @@ def test_a_browser_follows_a_run_by_itself(browser, tiny_folder, tmp_path):
         early = wait_for(browser, "document.querySelector('section p').textContent")
         picture("early")
         assert training.wait() == 0
-        wait_for(browser, "document.querySelector('section p').textContent.startsWith('12 of 12')")
+        wait_for(browser, "document.querySelector('section p').textContent.startsWith('6 of 6')")
         assert early != browser.execute_script(
             "return document.querySelector('section p').textContent"
         )
@@ -92,7 +92,7 @@ def test_a_browser_follows_a_run_by_itself(browser, tiny_folder, tmp_path):
         titles = browser.execute_script(
             "return [...document.querySelectorAll('.pair b')].map(b => b.textContent.split(':')[0])"
         )
-        assert {"best", "worst", "iteration 0", "iteration 12"} <= set(titles)
+        assert {"best", "worst", "iteration 0", "iteration 6"} <= set(titles)
         picture("done")
 
         # text stays text
