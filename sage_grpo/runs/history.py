@@ -238,6 +238,13 @@ def read_run(folder: Path) -> RunHistory:
             for name, parts in series.items():
                 count = 1 + _count(SERIES_OF[name], breaks)
                 series[name] = [_until(step, lines) for lines in parts[:count]]
+            if breaks and _goes_back(breaks[-1], line.get("yardstick") or {}):
+                ended = [name for name in SERIES_OF if SERIES_OF[name] in _ended(breaks[-1])]
+                if not any(series[name][-1] for name in ended):
+                    # no result came of the other yardstick, and this start has the old one again
+                    breaks.pop()
+                    for name in ended:
+                        series[name].pop()
 
     full, reward_only, validations = (
         [list(lines.values()) for lines in series[kind]] for kind in SERIES_OF
@@ -271,7 +278,7 @@ def yardstick_changes(
     """A "break" line if results after iteration `step` will not be comparable with those so far; otherwise None.
 
     yardstick: by series, what two results must share. There is no break if the starts that led to `step` had the same
-    yardstick, or if the run has no results yet.
+    yardstick, or if the run has no results yet, or if this goes back to before a break that no result followed.
     """
     results = {
         "train": (*run.earlier_iteration_lines, run.iteration_lines),
@@ -293,6 +300,12 @@ def yardstick_changes(
         if differing:
             ended.append(name)
             changed.update(differing)
+
+    breaks = [line for line in run.breaks if line["step"] <= step]
+    if breaks and _goes_back(breaks[-1], after) and changed.keys() <= breaks[-1]["changed"].keys():
+        since = [results[name][_count(name, breaks)] for name in _ended(breaks[-1])]
+        if not any(line["step"] <= step for lines in since for line in lines):
+            return None
     return {"series": ended, "changed": changed} if ended else None
 
 
@@ -313,6 +326,19 @@ def _last_known(run: RunHistory, name: str, step: int) -> dict[str, Any]:
         if first <= line["step"] <= step and isinstance(part, dict):
             known |= part
     return known
+
+
+def _goes_back(line: Line, yardstick: Mapping[str, Any]) -> bool:
+    """Whether all that changed at a break is in this yardstick as it was before."""
+    parts = [yardstick.get(name) for name in _ended(line)]
+    parts = [part for part in parts if isinstance(part, dict)]
+    changed = line.get("changed") or {}
+    for key, values in changed.items():
+        now = [part[key] for part in parts if key in part]
+        is_pair = isinstance(values, list) and len(values) == 2
+        if not (is_pair and now and all(value == values[0] for value in now)):
+            return False
+    return bool(changed)
 
 
 def _ended(line: Line) -> list[str]:

@@ -106,6 +106,40 @@ def test_a_yardstick_is_compared_with_the_last_that_is_known(tmp_path, lines, af
     assert line == (expected if changed else None)
 
 
+def changed(before: str, after: str) -> dict:
+    return broken(10, "validation") | {"changed": {"held-out": [before, after]}}
+
+
+@pytest.mark.parametrize(
+    "lines, after, is_new, validated",
+    [
+        # a start with B left no result
+        ([], "A", False, [0, 10]),
+        # it was already undone, and another start with B left none
+        ([start(10, **{"held-out": "A"}), changed("A", "B"), start(10, **{"held-out": "B"})], "A", False, [0, 10]),
+        # the same wrong start again, or a third yardstick
+        ([], "B", False, []),
+        ([], "C", True, []),
+        # a result by B, which is void after a resume from before it
+        ([validation(10, 1.0)], "A", True, []),
+        ([validation(20, 1.0)], "A", False, [0, 10]),
+    ],
+)  # fmt: skip
+def test_a_break_that_no_result_followed_is_undone(tmp_path, lines, after, is_new, validated):
+    """A run of 10 iterations with A is started with B, by mistake."""
+    begun = [start(0, **{"held-out": "A"}), validation(0, 0.0), validation(10, 0.0)]
+    begun += [changed("A", "B"), start(10, **{"held-out": "B"}), *lines]
+    write_lines(tmp_path, begun)
+    now = start(10, **{"held-out": after})
+    line = yardstick_changes(read_run(tmp_path), 10, {"train": {}, **now["yardstick"]})
+    assert bool(line) == is_new
+    new = [{"kind": "break", "step": 10, **line}] if line else []
+    write_lines(tmp_path, [*begun, *new, now])
+    run = read_run(tmp_path)
+    assert column(run.validations, "step").tolist() == validated
+    assert bool(run.breaks) != bool(validated)
+
+
 def test_rewards_between_logged_iterations_belong_to_the_series_of_training(tmp_path):
     def reward_only(step):
         return train(step, 0.0) | {"kind": "reward"}

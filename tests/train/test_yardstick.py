@@ -12,6 +12,7 @@ from sage_grpo.runs.history import column, read_run
 from sage_grpo.tools import diagnose
 from sage_grpo.tools.paired import TOTAL, compared, validation_clips
 from sage_grpo.tools.report.page import before_after, page, print_summary, tiles
+from sage_grpo.train.guards import TrainingError
 from tests.smallest_run import slow
 
 REWARD = """
@@ -20,6 +21,10 @@ class Light:
     def score(self, clips, prompts):
         means = [{factor} * clip.float().mean().item() / 255 for clip in clips]
         return {{"light": means, "dark": [-mean for mean in means]}}
+
+class Failing(Light):
+    def score(self, clips, prompts):
+        raise RuntimeError("no answer")
 
 class Same(Light):
     def score(self, clips, prompts):
@@ -183,6 +188,16 @@ def test_a_run_that_goes_back_before_a_break_undoes_it(train):
     assert column(run.full_lines, "step").tolist() == [1, 2, 3, 4]
     assert column(run.validations, "step").tolist() == [0, 2, 4]
     assert len(set(column(run.validations, "reward/total"))) == 1
+
+
+def test_a_start_with_a_wrong_reward_ends_no_series(train, tmp_path):
+    train()
+    with pytest.raises(TrainingError, match="no answer"):
+        train(**MORE, reward_model=f"{tmp_path}/own.py:Failing")
+    run = train(**MORE)
+    assert run.breaks == []
+    assert column(run.full_lines, "step").tolist() == list(range(1, 9))
+    assert column(run.validations, "step").tolist() == [0, 2, 4, 6, 8]
 
 
 def test_reward_hacking_is_judged_within_a_series(train, tmp_path):
