@@ -83,11 +83,11 @@ SHARES: dict[str, Flags] = {
 NOT_CENTERED = tuple(f"{algorithm}, best and worst of 8, not centered" for algorithm in ALGORITHMS)
 REFERENCE = "nft, all of 8"
 FIRST_SEEDS = 4  # of `clips`, run beside the further search
-TODAY = (
-    "nft, best and worst of 8"  # what samplers and variety start from, as nft's recipes did then
-)
+TODAY = REFERENCE  # what samplers and variety start from, as the full-size recipes of nft do
+CHEAPER = "nft, best and worst of 8"
 FEW_SEEDS = 4  # of centering, samplers and variety
-AVERAGED: Flags = {"ema_decay": 0.95}  # as in configs/tiny_gpu.yaml
+# Averaged weights that lag by as many units: 20 updates, as in configs/tiny_gpu.yaml, or 39 cheaper ones
+DECAYS = {REFERENCE: 0.95, CHEAPER: 0.974}
 
 # How rollouts are sampled. From pure noise, dpm3 in 4 steps is dpm, and dpm in 3 steps is Euler's method.
 TODAYS_SAMPLER = "dpm, 5 steps"
@@ -111,7 +111,7 @@ COMPARED_SAMPLERS = {  # with which
 }
 
 # Points of the trade-off of match and spread: flags that differ from TODAY, at equal units
-TODAYS_POINT = "best and worst of 8"
+TODAYS_POINT = "all of 8"
 ANCHORS: dict[str, Flags] = {
     **{f"KL weight {weight:g}": {"kl_weight": weight} for weight in (1.0, 3.0, 10.0)},
     **{
@@ -120,7 +120,10 @@ ANCHORS: dict[str, Flags] = {
     },
 }
 FEWER_UPDATES = {"half of the updates": 2, "a quarter of the updates": 4}  # divisors
-SHARED_POINTS = ("best and worst of 16", "all of 8")  # arms of `clips`, at their own rates
+SHARED_POINTS = (
+    "best and worst of 8",
+    "best and worst of 16",
+)  # arms of `clips`, at their own rates
 CURVES = (  # of the trade-off: points that one knob leads through
     (TODAYS_POINT, *(arm for arm in ANCHORS if arm.startswith("KL"))),
     tuple(arm for arm in ANCHORS if arm.startswith("fixed")),
@@ -131,9 +134,9 @@ CURVES = (  # of the trade-off: points that one knob leads through
 # a rehearsal: some arms, one seed, one iteration of 16 clips
 TINY_ARMS = (
     REFERENCE,
-    TODAY,
+    CHEAPER,
     "flash, best and worst of 16",
-    f"{TODAY}, averaged",
+    f"{CHEAPER}, averaged",
     TODAYS_SAMPLER,
     "unipc, 3 steps",
     "dpm, 5 steps, guided above 0.8",
@@ -219,13 +222,16 @@ def averaged_arm(arm: str) -> str:
 
 def averaged_pairs() -> dict[str, str]:
     """The arms of `averaged` with averaged weights, each with the arm that differs in nothing else."""
-    return {averaged_arm(arm): arm for arm in (REFERENCE, TODAY)}
+    return {averaged_arm(arm): arm for arm in DECAYS}
 
 
 def averaged_arms(rates: Path) -> dict[str, Flags]:
     """The arms of `averaged`, at the rates found without averaging; those of `clips` are shared."""
-    found = {arm: {**arms()[arm], **chosen(arm, rates)} for arm in (REFERENCE, TODAY)}
-    return found | {averaged: found[arm] | AVERAGED for averaged, arm in averaged_pairs().items()}
+    found = {arm: {**arms()[arm], **chosen(arm, rates)} for arm in DECAYS}
+    averaged = {
+        averaged_arm(arm): found[arm] | {"ema_decay": decay} for arm, decay in DECAYS.items()
+    }
+    return found | averaged
 
 
 @cache
@@ -397,18 +403,19 @@ GUIDED_RUNS = len(RATES) + SEEDS  # per arm
 SEARCHED_RATES = ", ".join(f"{rate:g}" for rate in RATES)
 REGISTERED = f"""# Registration of the third edition
 
-`python -m research.studies.third_edition --page` writes this page, which is committed before the first run.
+`python -m research.studies.third_edition --page` writes this page. It was committed before the first run; later changes
+are dated.
 
 **Questions.** All clips of a group are sampled and scored. How many of them should be trained (`train_clips`: the best
 and the worst), for nft, awm and GRPO with a window of one step (flash), at equal compute? What does a cheaper sampler
-of nft's rollouts cost in the trained model? And what keeps the clips of a prompt different, at which price in match?
+of nft's rollouts cost in the trained model? And what keeps the clips of a prompt different, at what cost in match?
 
 **Runs** vary `configs/tiny_gpu.yaml` as the second edition does ({SETTINGS}),
 with 16 prompts per forward and without averaged weights, which would lag by other shares of runs of other lengths. An
 update has 128 clips: 16 prompts x 8, or 8 x 16 where a group has 16. A unit is one forward of one clip at full size;
-every arm gets what {BUDGET} updates of the published method cost, but those with fewer updates. Each run is validated
-at the start and at every eighth of its length, in 10 Euler steps, whatever sampler its rollouts take; guided arms with
-guidance in all of these.
+every arm gets what {BUDGET} updates of the published method cost; only two points of `variety` get less. Each run is
+validated at the start and at every eighth of its length, in 10 Euler steps, whatever sampler its rollouts take; guided
+arms with guidance in all of these.
 
 **Learning rates.** Each arm of `clips` is run at {SEARCHED_RATES} with seed {SEARCH["first_seed"]}, which no result
 reports; the rate with the highest last reward is taken, and if that is at an end, the arm is also run at the rate
@@ -452,19 +459,22 @@ are not, the best and worst of 8 remain for the decision above, in a study of th
 records, too.
 
 **Averaged weights, added on 2026-11-19,** when {ADDED_AFTER} runs of `clips` were known. There the best and worst of 8
-lead for half of the compute, but then drift, and end behind. An average of the weights removes what differs from update
-to update, and an early look with averaged weights saw no such drift. So `averaged` trains *{REFERENCE}* and
-*{TODAY}* with `ema_decay {AVERAGED["ema_decay"]:g}`, at the rates found without, and validates what users
-of averaged weights get. The decisions about clips are made for these arms, too, with *{averaged_arm(REFERENCE)}*
-as the reference, and theirs about `train_clips` is the one that the nft recipes follow. These average their weights if
-the averaged weights of the arm that they train have no lower match, by the margin above, than the last ones.
+lead for a quarter of the compute, but then drift, and end behind. An average of the weights removes what differs from
+update to update, and an early look with averaged weights saw no such drift. So `averaged` trains *{REFERENCE}*
+with `ema_decay {DECAYS[REFERENCE]:g}` and *{CHEAPER}* with {DECAYS[CHEAPER]:g}, which lag by as
+many units, at the rates found without, and validates what users of averaged weights get. The decisions about clips are
+made for these two arms, too, with *{averaged_arm(REFERENCE)}* as the reference. The nft recipes average their
+weights if, for the arm that they train, the lower end of the 95 % interval of averaged minus last weights in match is
+above -{MARGIN:g}. If they do, the averaged arms decide about their `train_clips`, otherwise the others.
 
-**Decisions about samplers.** Samplers are compared with *{TODAYS_SAMPLER}*, guided ones with *{GUIDED_SAMPLER}*. A step
-less saves a fourteenth of a clip's units, and four seeds cannot tell such a difference from chance, so means decide:
+**Decisions about samplers.** Samplers are compared with *{TODAYS_SAMPLER}*, guided ones with *{GUIDED_SAMPLER}*. They
+and the points of `variety` start from *{TODAY}*, as the recipes do since {ADDED_AFTER} runs of `clips` are known;
+before any of their runs, this was *{CHEAPER}*. A step less saves 4 % of a clip's units, and four
+seeds cannot tell such a difference from chance, so means decide:
 
 - A sampler that costs fewer units per clip may be taken if its match and its spread are not lower by {MARGIN:g} or more
   and it needs no more units to a match of {GOAL_MATCH:g}. One that costs as many or more may be taken only if the lower
-  end of the 95 % interval of the difference in match is above 0. None may of which a run collapsed.
+  end of the 95 % interval of the difference in match is above 0. A sampler with a collapsed run is never taken.
 - Of these the one with the fewest units per clip is **taken**, and of equally cheap ones that with the highest match.
   Recipes at full size take over its solver and, in proportion, its steps: today they have 10 for the 5 here. If none
   may be taken, they stay. Solvers that are not taken remain flags that no recipe uses.

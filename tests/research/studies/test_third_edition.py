@@ -63,7 +63,7 @@ def test_arms_cost_the_same_and_the_search_uses_no_seed_that_is_reported(tmp_pat
             cost = units(config) * config.batch_size * config.max_steps
             spent.append(cost / shorter.get(arm, 1.0))
     assert len(spent) == 15 + 10 + 11
-    assert max(spent) / min(spent) < 1.02
+    assert max(spent) / min(spent) < 1.04  # a quarter of 91 updates is 22
     plan = StudyPlan((), None, RECIPE, studies(tmp_path / "third.jsonl"))
     seeds = {
         name: {seed for study, _, seed in plan.keys if study == name} for name, _, _ in plan.keys
@@ -92,8 +92,8 @@ def test_studies_share_their_references_and_are_validated_alike():
         ("averaged", CHEAPER),
         ("samplers", TODAYS_SAMPLER),
         ("variety", TODAYS_POINT),
+        ("variety", "best and worst of 8"),
         ("variety", "best and worst of 16"),
-        ("variety", "all of 8"),
     }
     names = ("validation_num_inference_steps", "validation_solver", "validation_timestep_shift")
     validated_by = {
@@ -182,7 +182,12 @@ def made_up(study_arms, ends, seeds):
 # match, spread and, where runs collapsed, why; None: all other arms
 SAMPLED = {
     "a cheaper one that is as good": (
-        {None: (0.95, 0.45), "unipc, 3 steps": (0.85, 0.5), "euler, 3 steps": (0.95, 0.5, "lost")},
+        {
+            None: (0.95, 0.45),
+            "dpm, 4 steps": (0.96, 0.45),
+            "unipc, 3 steps": (0.85, 0.5),
+            "euler, 3 steps": (0.95, 0.5, "lost"),
+        },
         {TODAYS_SAMPLER: "dpm, 4 steps", GUIDED_SAMPLER: "dpm, 5 steps, guided above 0.8"},
     ),
     "the cheapest, if it is as good; not one that narrows": (
@@ -347,7 +352,7 @@ def test_a_rehearsal_is_never_a_result(capsys):
 
 
 def test_all_stages_lead_to_the_page_of_results(tmp_path, monkeypatch):
-    """Runs are pretended: nft with half of its clips or fewer is best, all at the highest rate, a strong KL is wide."""
+    """Runs are pretended: nft is best, most with half of its clips or fewer; all learn most at the highest rate."""
     results = tmp_path / "third.jsonl"
     started = []
 
@@ -355,9 +360,10 @@ def test_all_stages_lead_to_the_page_of_results(tmp_path, monkeypatch):
         stage = stage_in(words)
         started.append(stage)
         for made in StudyPlan(stage, None, RECIPE, registered).runs.values():
-            is_best = made.study != "clips" or made.arm.startswith(("nft, best", "nft, 4"))
+            is_best = made.study != "clips" or made.arm.startswith("nft")
             gain = 0.3 + is_best * 0.1 + made.config.learning_rate
-            best_match = 0.95 + (made.config.tail_steps == 4) / 50
+            best_match = 0.95 + {4: 0.02, 3: -0.02}.get(made.config.tail_steps, 0)
+            best_match += (made.arm in ("nft, 4 of 8", "nft, best and worst of 16")) / 100
             record = invented(made, gain, match=best_match if is_best else 0.5 + made.seed / 100)
             spread = 0.52 if made.config.kl_weight == 3 else 0.44
             end = {SPREAD: spread + made.seed / 1000, PLACES: 0.1}
