@@ -48,6 +48,16 @@ def log_ratios(runs: Mapping[int, Record], reference: Mapping[int, Record]) -> l
     return logs
 
 
+def told_ratio(logs: Sequence[float], reached: int, count: int) -> str:
+    """The ratio of units in words: a lower bound where only `reached` of `count` runs have the match."""
+    if not logs:
+        return "–"
+    ratio = ratio_of(logs)
+    if reached == count:
+        return ratio
+    return f"over {ratio.split()[0]}"  # the interval's upper end is not known
+
+
 def units_per_clip(runs: Mapping[int, Record]) -> float:
     """Units of one clip of an arm."""
     return compute.units(from_values(next(iter(runs.values()))["config"]))
@@ -122,7 +132,7 @@ def goal_table(study_arms: Arms, _: Mapping[str, Record], reference: str) -> str
         logs = log_ratios(runs, base)
         match = gaps(runs, base, compute.last_match)
         spread = gaps(runs, base, end_spread)
-        ratio = ratio_of(logs) if logs else "–"
+        ratio = told_ratio(logs, reached, len(runs))
         cells += [with_half(match, 3, "+"), str(reached), ratio, with_half(spread, 3, "+")]
         rows.append([*cells, verdict(interval(logs), match, spread)])
     return f"{markdown(rows)}\n{INTERVALS}\n"
@@ -261,7 +271,11 @@ def sampler_table(
             continue
         result = results[arm]
         logs = log_ratios(runs, finished[against[arm]])
-        cells += [with_half(result.match, 3, "+"), str(reached), ratio_of(logs) if logs else "–"]
+        cells += [
+            with_half(result.match, 3, "+"),
+            str(reached),
+            told_ratio(logs, reached, len(runs)),
+        ]
         told = "; ".join(result.failures) or "no worse"
         if arm in taken.values():
             told = "**taken**"
