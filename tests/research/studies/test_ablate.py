@@ -38,6 +38,7 @@ def write_recipe(folder, tiny_folder):
         "validation_num_inference_steps": 2, "validate_video_length": 5,
         "validate_at_step0": True, "validation_interval": 4, "save_interval": 0, "reward_model": ["shapes"],
         "kl_weight": 0.3, "kl_schedule": "fixed", "enable_gradient_checkpointing": False, "report_to": ["none"],
+        "use_lora": True, "lora_r": 4, "lora_alpha": 8,
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(flags))
 
