@@ -14,6 +14,7 @@ from sage_grpo.tools.prefer import __main__ as prefer
 from sage_grpo.tools.prefer.answers import AnswersFile
 from sage_grpo.tools.prefer.pairs import Trial
 from sage_grpo.tools.prefer.study import Study, StudyClip
+from sage_grpo.train import limits
 from tests.research.people.test_people import DISLIKED, LIKED
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
@@ -87,7 +88,7 @@ SMALLEST = {
     "CLIPS_PER_PROMPT": 2,
     "PAIRS": 10,
     "TRAIN_PROMPTS": 8,
-    "HELD_PROMPTS": 8,
+    "HELD_PROMPTS": 4,
     "ITERATIONS": 1,
 }
 SMALL_BATCH = {"batch_size": 4, "num_generations": 4, "train_clips": 2}
@@ -109,15 +110,16 @@ def test_the_whole_loop_from_the_first_label_to_the_page(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "RECIPE", str(recipe))
     monkeypatch.setattr(demo, "tool", lambda *words: prefer.main([*words, "--even_if_worse"]))
     monkeypatch.setattr(demo.subprocess, "run", run_here)
+    monkeypatch.setattr(limits, "NUM_DRAWN", 2)
     demo.main(["--output", str(tmp_path), "--record", str(tmp_path / "record.json")])
     (record,) = json.loads((tmp_path / "record.json").read_text())["seeds"]
     assert record["answers"] == 10
     assert set(record["seconds"]) == {"teach", "learn", "train", "compare"}
-    assert sum(record["verdicts"].values()) == record["blind_win_rate"]["count"] == 9
-    assert record["taste_gain"]["count"] == record["match_gain"]["count"] == 8
+    assert sum(record["verdicts"].values()) == record["blind_win_rate"]["count"] == 4
+    assert record["taste_gain"]["count"] == record["match_gain"]["count"] == 4
     assert (tmp_path / "record.md").read_text().count("| 0 |") == 1
     page = (tmp_path / "seed-0" / "people.html").read_text()
-    assert page.count("data:video/mp4;base64,") >= 16
+    assert page.count("data:video/mp4;base64,") >= 8
 
 
 def test_stages_that_are_done_are_not_repeated(loop, monkeypatch):
