@@ -253,14 +253,14 @@ def learning_rates_since_refresh(case: Case) -> np.ndarray:
     # the anchor outlives a change of the yardstick, so its age may reach back to earlier series
     lines = case.run.all_full_lines
     learning_rate = column(lines, "lr")
-    age = column(lines, "kl/anchor_age")
+    copied_at = column(lines, "updates") - column(lines, "kl/anchor_age")
     highest = learning_rate.copy()
     starts = case.run.starts
     if starts and starts[0].get("step"):
         highest[:1] = math.nan
     for i in range(1, len(lines)):
         # the rates of iterations between two lines are not known: the earlier line's counts, too
-        has_same_anchor = age[i] > age[i - 1]
+        has_same_anchor = copied_at[i] == copied_at[i - 1]
         before = highest[i - 1] if has_same_anchor else learning_rate[i - 1]
         highest[i] = np.maximum(highest[i], before)
     return highest[len(lines) - len(case.run.full_lines) :]

@@ -330,6 +330,23 @@ def test_an_anchor_older_than_the_folder_is_not_judged(replay, last, is_wrong):
     assert ("wrong anchor" in names(folder)) == is_wrong
 
 
+@pytest.mark.parametrize("in_new_folder", [False, True])
+def test_an_anchor_stays_the_same_between_the_updates_of_accumulated_gradients(
+    replay, in_new_folder
+):
+    """One update for every four iterations, and one anchor; a resume after the 9th lowers the learning rate."""
+    folder = replay("healthy-1")
+    change(folder, {"update_ref_model_step": 100}, signal__weight_rms=0.0)
+    head, *lines = (line for line in read_lines(folder) if line["kind"] in ("run", "train"))
+    for line in lines:
+        line["updates"] = line["kl/anchor_age"] = line["step"] // 4
+        line["lr"] = 1e-3 if line["step"] <= 9 else 1e-5
+        line["signal/anchor_moved"] = 0.0 if line["step"] < 8 else 3e-3
+    before = [] if in_new_folder else [head, *lines[:9]]
+    write_lines(folder, [*before, head | {"step": 9}, *lines[9:]])
+    assert "wrong anchor" not in names(folder)
+
+
 @pytest.mark.parametrize("world", BY_WORLD)
 def test_a_learning_rate_that_is_too_low_comes_before_advice_to_lower_it(replay, world):
     folder = replay("learning rate / 10,000", world)
