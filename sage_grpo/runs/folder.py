@@ -28,7 +28,7 @@ from sage_grpo.runs.clips import Record
 from sage_grpo.runs.diagnosis import diagnose
 from sage_grpo.runs.gallery import Gallery
 from sage_grpo.runs.hacking import divergence
-from sage_grpo.runs.history import break_sentence, read_run, yardstick_changes
+from sage_grpo.runs.history import read_run, yardstick_changes
 from sage_grpo.runs.lock import WAIT, Lock
 from sage_grpo.runs.page_process import PageProcess
 from sage_grpo.runs.tracker import Tracker, check_login
@@ -173,8 +173,11 @@ class RunFolder:
         }
         if broken:
             self.log("break", step, broken)
-            self.ranks.log_once(break_sentence({"step": step, **broken}))
         self.log("run", step, about | record)
+        if broken:
+            with self._optional("not told which results are not comparable"):
+                for sentence in read_run(self.path).break_sentences[-1:]:
+                    self.ranks.log_once(sentence)
 
     def log_limits(self, step: int, measure: Callable[[], dict[str, Any]]) -> None:
         """Write the line of what samples can reach at best, which only reports show."""

@@ -6,7 +6,8 @@ validations, or both:
 
     {"kind": "break", "step": 40, "series": ["train", "validation"], "changed": {"reward weights": ["1 VQ", "2 VQ"]}}
 
-Readers get the series since the last break, so no comparison crosses one; earlier series are only drawn.
+Readers get the series since the last break, so no comparison crosses one; earlier series are only drawn. A break counts
+only if results follow it before the next one.
 
 Shapes: N iterations with all metrics, T denoising steps. A null in the file becomes NaN.
 """
@@ -216,36 +217,27 @@ def read_run(folder: Path) -> RunHistory:
 
     starts: list[Line] = []
     breaks: list[Line] = []
-    limits: Line = {}
     # by kind of line, the lines of each series by iteration
-    series: dict[str, list[dict[int, Line]]] = {kind: [{}] for kind in SERIES_OF}
+    series: dict[str, list[dict[int, Line]]] = {kind: [{}] for kind in (*SERIES_OF, "limits")}
     for line in _read_lines(path):
         kind, step = line["kind"], line["step"]
-        if kind in SERIES_OF:
+        if kind in series:
             series[kind][-1][step] = line
-        elif kind == "limits":
-            limits = {name: line.get(name) for name in LIMITS}
         elif kind == "break":
-            limits = {}  # of another yardstick
             breaks.append(line)
-            for name in SERIES_OF:
-                if SERIES_OF[name] in _ended(line):
-                    series[name].append({})
+            for name in _kinds_ended(line):
+                series[name].append({})
         else:
             starts.append(line)
             # a resume repeats iterations: lines that an earlier start wrote after this one are void
             breaks = [earlier for earlier in breaks if earlier["step"] <= step]
             for name, parts in series.items():
-                count = 1 + _count(SERIES_OF[name], breaks)
-                series[name] = [_until(step, lines) for lines in parts[:count]]
-            if breaks and _goes_back(breaks[-1], line.get("yardstick") or {}):
-                ended = [name for name in SERIES_OF if SERIES_OF[name] in _ended(breaks[-1])]
-                if not any(series[name][-1] for name in ended):
-                    # no result came of the other yardstick, and this start has the old one again
-                    breaks.pop()
-                    for name in ended:
-                        series[name].pop()
+                kept = parts[: 1 + _count(name, breaks)]
+                series[name] = [_until(step, lines) for lines in kept]
+    breaks = _join_breaks(breaks, series)
 
+    last_limits = list(series["limits"][-1].values())[-1:]
+    limits = {name: line.get(name) for line in last_limits for name in LIMITS}
     full, reward_only, validations = (
         [list(lines.values()) for lines in series[kind]] for kind in SERIES_OF
     )
@@ -272,13 +264,57 @@ def read_run(folder: Path) -> RunHistory:
 # series and their breaks
 
 
+def _join_breaks(breaks: Sequence[Line], series: dict[str, list[dict[int, Line]]]) -> list[Line]:
+    """Make one break of two that no result lies between, or none if the second goes back to what was before the first.
+
+    Starts of which no result came, perhaps with a wrong reward, so end no series. `series` changes accordingly.
+    """
+    joined: list[Line] = []
+    for line in breaks:
+        ended = _ended(line)
+        place = {
+            kind: _count(kind, joined) for kind in _kinds_ended(line)
+        }  # of the series that it ends
+        has_results = any(series[kind][place[kind]] for kind in place if kind in SERIES_OF)
+        if has_results or not joined or _ended(joined[-1]) != ended:
+            joined.append(line)
+            continue
+
+        first = joined.pop()
+        for kind, number in place.items():
+            series[kind].pop(number)
+        changed = _changed_by_both(first, line)
+        if changed:
+            joined.append(first | {"changed": changed})
+            continue
+        for kind, number in place.items():
+            series[kind][number - 1] |= series[kind].pop(number)
+    return joined
+
+
+def _changed_by_both(first: Line, second: Line) -> dict[str, Any]:
+    """What two breaks changed together: by name, the value before the first and that after the second."""
+    changed = dict(first.get("changed") or {})
+    for name, values in (second.get("changed") or {}).items():
+        if _is_pair(changed.get(name)) and _is_pair(values):
+            before, after = changed.pop(name)[0], values[1]
+            if before == after:
+                continue
+            values = [before, after]
+        changed[name] = values
+    return changed
+
+
+def _is_pair(values: Any) -> bool:
+    return isinstance(values, list) and len(values) == 2
+
+
 def yardstick_changes(
     run: RunHistory, step: int, yardstick: Mapping[str, Mapping[str, Any]]
 ) -> Line | None:
-    """A "break" line if results after iteration `step` will not be comparable with those so far; otherwise None.
+    """A "break" line if the yardstick of results after iteration `step` differs from that of the last start.
 
-    yardstick: by series, what two results must share. There is no break if the starts that led to `step` had the same
-    yardstick, or if the run has no results yet, or if this goes back to before a break that no result followed.
+    yardstick: by series, what two results must share. None if it is the same, or if the run has no results yet.
     """
     results = {
         "train": (*run.earlier_iteration_lines, run.iteration_lines),
@@ -300,12 +336,6 @@ def yardstick_changes(
         if differing:
             ended.append(name)
             changed.update(differing)
-
-    breaks = [line for line in run.breaks if line["step"] <= step]
-    if breaks and _goes_back(breaks[-1], after) and changed.keys() <= breaks[-1]["changed"].keys():
-        since = [results[name][_count(name, breaks)] for name in _ended(breaks[-1])]
-        if not any(line["step"] <= step for lines in since for line in lines):
-            return None
     return {"series": ended, "changed": changed} if ended else None
 
 
@@ -328,27 +358,19 @@ def _last_known(run: RunHistory, name: str, step: int) -> dict[str, Any]:
     return known
 
 
-def _goes_back(line: Line, yardstick: Mapping[str, Any]) -> bool:
-    """Whether all that changed at a break is in this yardstick as it was before."""
-    parts = [yardstick.get(name) for name in _ended(line)]
-    parts = [part for part in parts if isinstance(part, dict)]
-    changed = line.get("changed") or {}
-    for key, values in changed.items():
-        now = [part[key] for part in parts if key in part]
-        is_pair = isinstance(values, list) and len(values) == 2
-        if not (is_pair and now and all(value == values[0] for value in now)):
-            return False
-    return bool(changed)
-
-
 def _ended(line: Line) -> list[str]:
     """The series that a break ends."""
     return [name for name in SERIES if name in (line.get("series") or ())]
 
 
-def _count(name: str, breaks: Sequence[Line]) -> int:
-    """How many series of this name ended."""
-    return sum(name in _ended(line) for line in breaks)
+def _kinds_ended(line: Line) -> list[str]:
+    """The kinds of lines of which a break begins another series."""
+    return [*(kind for kind, name in SERIES_OF.items() if name in _ended(line)), "limits"]
+
+
+def _count(kind: str, breaks: Sequence[Line]) -> int:
+    """How many series of lines of this kind ended."""
+    return sum(kind in _kinds_ended(line) for line in breaks)
 
 
 def _until(step: int, lines: Mapping[int, Line]) -> dict[int, Line]:
@@ -375,7 +397,7 @@ def change_texts(line: Line) -> list[str]:
     """What changed at a break, in words: name, old value, new value."""
     texts = []
     for name, values in (line.get("changed") or {}).items():
-        old, new = values if isinstance(values, list) and len(values) == 2 else ("?", values)
+        old, new = values if _is_pair(values) else ("?", values)
         texts.append(f"{printable(name)} {printable(old)} -> {printable(new)}")
     return texts
 

@@ -110,34 +110,50 @@ def changed(before: str, after: str) -> dict:
     return broken(10, "validation") | {"changed": {"held-out": [before, after]}}
 
 
+B = [changed("A", "B"), start(10, **{"held-out": "B"})]
+A = [changed("B", "A"), start(10, **{"held-out": "A"})]
+C = [changed("B", "C"), start(10, **{"held-out": "C"})]
+
+
 @pytest.mark.parametrize(
-    "lines, after, is_new, validated",
+    "lines, after, validated, left",
     [
         # a start with B left no result
-        ([], "A", False, [0, 10]),
-        # it was already undone, and another start with B left none
-        ([start(10, **{"held-out": "A"}), changed("A", "B"), start(10, **{"held-out": "B"})], "A", False, [0, 10]),
-        # the same wrong start again, or a third yardstick
-        ([], "B", False, []),
-        ([], "C", True, []),
+        (B, "A", [0, 10], []),
+        (B, "B", [], [["A", "B"]]),
+        (B, "C", [], [["A", "C"]]),
+        # several starts left none
+        ([*B, *A, *B], "A", [0, 10], []),
+        ([*B, *C], "A", [0, 10], []),
+        ([*B, *C], "B", [], [["A", "B"]]),
         # a result by B, which is void after a resume from before it
-        ([validation(10, 1.0)], "A", True, []),
-        ([validation(20, 1.0)], "A", False, [0, 10]),
+        ([*B, validation(10, 1.0)], "A", [], [["A", "B"], ["B", "A"]]),
+        ([*B, validation(20, 1.0)], "A", [0, 10], []),
     ],
-)  # fmt: skip
-def test_a_break_that_no_result_followed_is_undone(tmp_path, lines, after, is_new, validated):
-    """A run of 10 iterations with A is started with B, by mistake."""
-    begun = [start(0, **{"held-out": "A"}), validation(0, 0.0), validation(10, 0.0)]
-    begun += [changed("A", "B"), start(10, **{"held-out": "B"}), *lines]
+)
+def test_a_break_that_no_result_followed_is_undone(tmp_path, lines, after, validated, left):
+    """A run of 10 iterations with A is started with others, by mistake."""
+    limits = {"kind": "limits", "step": 1, "perfect": {"total": 2.0}, "vae_floor": None}
+    begun = [start(0, **{"held-out": "A"}), limits, validation(0, 0.0), validation(10, 0.0), *lines]
     write_lines(tmp_path, begun)
     now = start(10, **{"held-out": after})
     line = yardstick_changes(read_run(tmp_path), 10, {"train": {}, **now["yardstick"]})
-    assert bool(line) == is_new
     new = [{"kind": "break", "step": 10, **line}] if line else []
     write_lines(tmp_path, [*begun, *new, now])
     run = read_run(tmp_path)
     assert column(run.validations, "step").tolist() == validated
-    assert bool(run.breaks) != bool(validated)
+    assert [line["changed"] for line in run.breaks] == [{"held-out": pair} for pair in left]
+    assert run.head.get("perfect") == ({"total": 2.0} if validated else None)
+
+
+def test_a_break_of_one_series_is_not_undone_by_one_of_both(tmp_path):
+    """Of B there is a validation, but no training result. With A again, neither may join what A had."""
+    first = [start(0), train(10, 0.0), broken(10, "train"), start(10), validation(10, 0.0)]
+    back = broken(10, "train", "validation") | {"changed": {"eta": [0.3, 0.5]}}
+    write_lines(tmp_path, [*first, back, start(10)])
+    run = read_run(tmp_path)
+    assert len(run.breaks) == 2
+    assert run.validations == []
 
 
 def test_rewards_between_logged_iterations_belong_to_the_series_of_training(tmp_path):
