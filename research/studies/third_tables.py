@@ -35,27 +35,37 @@ def units_to_match(record: Record) -> float:
     return crossing(matches, spent, GOAL_MATCH)
 
 
+def counted_seeds(runs: Mapping[int, Record], reference: Mapping[int, Record]) -> list[int]:
+    """The seeds in which units are compared: those in which the reference reaches the match."""
+    return [seed for seed, base in reference.items() if seed in runs and units_to_match(base) > 0]
+
+
+def num_missing(runs: Mapping[int, Record], reference: Mapping[int, Record]) -> int:
+    """Of these seeds, in how many the arm never has the match."""
+    units = [units_to_match(runs[seed]) for seed in counted_seeds(runs, reference)]
+    return sum(map(math.isnan, units))
+
+
 def log_ratios(runs: Mapping[int, Record], reference: Mapping[int, Record]) -> list[float]:
     """Logarithms of the units to GOAL_MATCH over the reference's, by seed; all units of a run that never has it."""
     logs = []
-    for seed, base in reference.items():
-        base_units = units_to_match(base)
-        if seed in runs and base_units > 0:
-            taken = units_to_match(runs[seed])
-            logs.append(
-                math.log((compute.budget(runs[seed]) if math.isnan(taken) else taken) / base_units)
-            )
+    for seed in counted_seeds(runs, reference):
+        taken = units_to_match(runs[seed])
+        if math.isnan(taken):
+            taken = compute.budget(runs[seed])
+        logs.append(math.log(taken / units_to_match(reference[seed])))
     return logs
 
 
-def told_ratio(logs: Sequence[float], reached: int, count: int) -> str:
-    """The ratio of units in words: a lower bound where only `reached` of `count` runs have the match."""
+def told_ratio(runs: Mapping[int, Record], reference: Mapping[int, Record]) -> str:
+    """The ratio of units in words: a lower bound if some runs never have the match."""
+    logs = log_ratios(runs, reference)
     if not logs:
         return "–"
     ratio = ratio_of(logs)
-    if reached == count:
-        return ratio
-    return f"over {ratio.split()[0]}"  # the interval's upper end is not known
+    if num_missing(runs, reference):
+        return f"over {ratio.split()[0]}"  # the interval's upper end is not known
+    return ratio
 
 
 def units_per_clip(runs: Mapping[int, Record]) -> float:
@@ -70,6 +80,11 @@ def end_spread(record: Record, kind: str = SPREAD) -> float:
 def base_spread(record: Record, kind: str = SPREAD) -> float:
     """The spread of the base model."""
     return as_float(record.get("spread", {}).get("base", {}).get(kind))
+
+
+def match_or_base(record: Record) -> float:
+    """The match of the last validation; of a collapsed run, which has none, that of the base model."""
+    return validated(record, MATCH, 0) if record["collapsed"] else compute.last_match(record)
 
 
 def mean_of(runs: Mapping[int, Record], value: Value) -> Interval:
@@ -87,20 +102,29 @@ def collapsed(runs: Mapping[int, Record]) -> bool:
     return any(run["collapsed"] for run in runs.values())
 
 
-def verdict(ratio: Interval, match: Interval, spread: Interval) -> str:
-    """What the registration decides about shares of clips, from the logarithm of the ratio and two differences."""
+def num_collapsed(runs: Mapping[int, Record]) -> str:
+    return str(sum(bool(run["collapsed"]) for run in runs.values()))
+
+
+def verdict(ratio: Interval, match: Interval, spread: Interval, missing: int = 0) -> str:
+    """What the registration decides about shares of clips, from the logarithm of the ratio and two differences.
+
+    missing: the number of runs that never have the match, which count with all their units.
+    """
     goal = math.log(GOAL_RATIO)
     cheap = "not met"
     if ratio.mean + ratio.half <= goal:
         cheap = "met"
     elif ratio.mean <= goal:
         cheap = "met on average"
+    if missing and cheap != "not met":
+        cheap += f", {missing} that never have the match counted with all their units"
     worse = [
         name
         for name, gap in (("match", match), ("spread", spread))
         if not gap.mean - gap.half > -MARGIN
     ]
-    if cheap == "met" and not worse:
+    if ratio.mean + ratio.half <= goal and not worse:
         return "**wins**"
     return "; ".join([f"goal {cheap}", *(f"{name} may be worse" for name in worse)])
 
@@ -132,10 +156,42 @@ def goal_table(study_arms: Arms, _: Mapping[str, Record], reference: str) -> str
         logs = log_ratios(runs, base)
         match = gaps(runs, base, compute.last_match)
         spread = gaps(runs, base, end_spread)
-        ratio = told_ratio(logs, reached, len(runs))
-        cells += [with_half(match, 3, "+"), str(reached), ratio, with_half(spread, 3, "+")]
-        rows.append([*cells, verdict(interval(logs), match, spread)])
+        cells += [with_half(match, 3, "+"), str(reached), told_ratio(runs, base)]
+        told = verdict(interval(logs), match, spread, num_missing(runs, base))
+        rows.append([*cells, with_half(spread, 3, "+"), told])
     return f"{markdown(rows)}\n{INTERVALS}\n"
+
+
+def averaged_table(
+    study_arms: Arms,
+    runs_of_all: Mapping[str, Record],
+    pairs: Mapping[str, str],
+    reference: str,
+    seeds: int,
+) -> str:
+    """The arms with averaged weights against the one of these that trains all clips, and which arms may be averaged.
+
+    pairs: the averaged arms, each with the arm that differs in nothing else. reference: one of the averaged arms.
+    """
+    averaged = {arm: study_arms.get(arm, {}) for arm in pairs}
+    table = goal_table(averaged, runs_of_all, reference)
+    if table == NO_RESULTS:
+        return table
+    sentences = []
+    for arm, plain in pairs.items():
+        runs = study_arms.get(arm, {})
+        last = study_arms.get(plain, {})
+        if min(len(runs), len(last)) < seeds:
+            sentences.append(f"*{arm}* is not decided yet: runs are left.")
+            continue
+        match = gaps(runs, last, compute.last_match)
+        is_no_worse = match.mean - match.half > -MARGIN
+        told = "averages its weights" if is_no_worse else "does not average its weights"
+        gap = with_half(match, 3, "+")
+        sentences.append(
+            f"By the registered rule a recipe of *{plain}* {told}: they change its match by {gap}."
+        )
+    return f"{table}\n{' '.join(sentences)}\n"
 
 
 def centering_table(
@@ -146,16 +202,27 @@ def centering_table(
     pairs: the centered arms, each with the arm that differs in nothing else.
     """
     finished = with_results(study_arms)
-    rows = [["centered", "runs", "gold match", "minus not centered", "spread minus not centered"]]
+    rows = [
+        [
+            "centered",
+            "runs",
+            "collapsed",
+            "of those not centered",
+            "gold match",
+            "minus not centered",
+            "spread minus not centered",
+        ]
+    ]
     better = []
     for arm, plain in pairs.items():
         if arm not in finished or plain not in finished:
             continue
         runs = finished[arm]
-        match = gaps(runs, finished[plain], compute.last_match)
+        match = gaps(runs, finished[plain], match_or_base)
         spread = gaps(runs, finished[plain], end_spread)
-        cells = [with_half(compute.match_of(runs)), with_half(match, 3, "+")]
-        rows.append([arm, str(len(runs)), *cells, with_half(spread, 3, "+")])
+        cells = [arm, str(len(runs)), num_collapsed(runs), num_collapsed(finished[plain])]
+        cells += [with_half(mean_of(runs, match_or_base)), with_half(match, 3, "+")]
+        rows.append([*cells, with_half(spread, 3, "+")])
         if match.mean - match.half > 0 and not collapsed(runs):
             better.append(arm)
     if len(rows) == 1:
@@ -270,11 +337,10 @@ def sampler_table(
             rows.append([*cells, "", str(reached), "1", "", "reference"])
             continue
         result = results[arm]
-        logs = log_ratios(runs, finished[against[arm]])
         cells += [
             with_half(result.match, 3, "+"),
             str(reached),
-            told_ratio(logs, reached, len(runs)),
+            told_ratio(runs, finished[against[arm]]),
         ]
         told = "; ".join(result.failures) or "no worse"
         if arm in taken.values():

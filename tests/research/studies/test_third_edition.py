@@ -32,6 +32,7 @@ from research.studies.third_edition import (
 from research.studies.third_tables import (
     PLACES,
     SPREAD,
+    averaged_table,
     centering_table,
     goal_table,
     log_ratios,
@@ -140,6 +141,22 @@ VERDICTS = {  # ratio of units, its half interval in logarithms, differences in 
 def test_verdicts_are_those_registered(expected):
     ratio, half, match, spread = VERDICTS[expected]
     assert verdict(Interval(math.log(ratio), half), Interval(*match), Interval(*spread)) == expected
+
+
+def test_runs_that_never_have_the_match_make_the_ratio_a_lower_bound():
+    """Of seed 3 the reference never has it either, so that seed does not count."""
+    base = {
+        1: result(REFERENCE, 1, 0.9),
+        2: result(REFERENCE, 2, 0.9),
+        3: result(REFERENCE, 3, 0.8),
+    }
+    ends = {1: 2.1, 2: 2.1, 3: 0.8}
+    reaching = {seed: result(CHEAPER, seed, end) for seed, end in ends.items()}
+    told = goal_table({REFERENCE: base, CHEAPER: reaching}, {}, REFERENCE)
+    assert "| 2 | 0.33" in told and "over 0" not in told
+    missing = reaching | {2: result(CHEAPER, 2, 0.8)}
+    told = goal_table({REFERENCE: base, CHEAPER: missing}, {}, REFERENCE)
+    assert "| 1 | over 0.5" in told and "goal met on average, 1 that never" in told
 
 
 def test_the_table_names_a_winner():
@@ -272,23 +289,45 @@ def test_a_centered_arm_differs_in_nothing_else():
         assert arms()[other] == arms()[arm] | {"center_trained": False}
 
 
-CENTERINGS = {  # match and spread of the centered runs, and what is decided
-    "better": ((0.95, 0.44), "stays the default"),
-    "better but collapsed": ((0.95, 0.44, "lost"), "no longer the default"),
-    "the same": ((0.9, 0.44), "no longer the default"),
-    "worse": ((0.8, 0.44), "no longer the default"),
+ALL_LOST = (0.9, 0.44, "lost")
+CENTERINGS = {  # match and spread of the runs that are centered and of those that are not, and what is decided
+    "better": ((0.95, 0.44), (0.9, 0.44), "stays the default"),
+    "better but collapsed": ((0.95, 0.44, "lost"), (0.9, 0.44), "no longer the default"),
+    "the same": ((0.9, 0.44), (0.9, 0.44), "no longer the default"),
+    "worse": ((0.8, 0.44), (0.9, 0.44), "no longer the default"),
+    "only those that are not centered collapse": ((0.9, 0.44), ALL_LOST, "stays the default"),
+    "both collapse": (ALL_LOST, ALL_LOST, "no longer the default"),
 }
 
 
 @pytest.mark.parametrize("case", CENTERINGS)
 def test_centering_stays_the_default_if_it_is_better(case):
-    ends, expected = CENTERINGS[case]
+    ends, plain_ends, expected = CENTERINGS[case]
     compared = {arm: arms()[arm] for arm in (CENTERED, PLAIN)}
-    made = made_up(compared, {None: (0.9, 0.44), CENTERED: ends}, range(1, 9))
+    made = made_up(compared, {None: plain_ends, CENTERED: ends}, range(1, 9))
     table = partial(centering_table, pairs={CENTERED: PLAIN}, seeds=8)
     assert expected in table(made, {})
     made[PLAIN].pop(3)
     assert "Not decided yet" in table(made, {})
+    assert table({}, {}) == "No results yet.\n"
+
+
+AVERAGED, AVERAGED_CHEAPER = f"{REFERENCE}, averaged", f"{CHEAPER}, averaged"
+
+
+def test_averaged_arms_are_judged_among_themselves():
+    """Averaging lowers the match of all clips too much, and raises that of the best and the worst."""
+    names = dict.fromkeys((REFERENCE, CHEAPER, AVERAGED, AVERAGED_CHEAPER), arms()[REFERENCE])
+    ends = {None: (0.9, 0.44), AVERAGED: (0.8, 0.44), AVERAGED_CHEAPER: (0.95, 0.44)}
+    made = made_up(names, ends, range(1, 9))
+    pairs = {AVERAGED: REFERENCE, AVERAGED_CHEAPER: CHEAPER}
+    table = partial(averaged_table, pairs=pairs, reference=AVERAGED, seeds=8)
+    told = table(made, {})
+    assert f"| {REFERENCE} |" not in told and f"| {AVERAGED_CHEAPER} |" in told
+    assert f"*{REFERENCE}* does not average its weights" in told
+    assert f"*{CHEAPER}* averages its weights" in told
+    made[CHEAPER].pop(3)
+    assert f"*{AVERAGED_CHEAPER}* is not decided yet" in table(made, {})
     assert table({}, {}) == "No results yet.\n"
 
 
@@ -343,6 +382,28 @@ def test_a_failed_run_stops_a_search_but_no_comparison(tmp_path, monkeypatch):
         monkeypatch.setattr(third_edition.ablate, "main", partial(pretended, failing=failing))
         assert main(["--results", str(tmp_path / "third.jsonl")]) == FAILED
         assert started == list(STAGES[:reached])
+
+
+@pytest.mark.parametrize("is_searched", [False, True])
+def test_a_comparison_that_fails_beside_a_search_stops_nothing(tmp_path, monkeypatch, is_searched):
+    results = tmp_path / "third.jsonl"
+    ready = {name: Study("?", {}) for stage in STAGES for name in stage}
+    ready["further_rates"] = Study("?", {"arm": {"learning_rate": 1e-4}})
+    ready["clips"] = Study("?", {"arm": {"learning_rate": 3e-4}})
+    monkeypatch.setattr(third_edition, "studies", lambda *_: ready)
+    if is_searched:
+        for made in StudyPlan(["further_rates"], None, RECIPE, ready).runs.values():
+            records.append(results, invented(made))
+    started = []
+
+    def pretended(words, registered):
+        started.append(stage_in(words))
+        return FAILED
+
+    monkeypatch.setattr(third_edition.ablate, "main", pretended)
+    assert main(["--results", str(results)]) == FAILED
+    assert started[0] == ("further_rates", "clips")
+    assert (len(started) > 1) == is_searched
 
 
 def test_a_rehearsal_is_never_a_result(capsys):
