@@ -55,10 +55,10 @@ def same_kernels():
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory):
+def made_once(request, tmp_path_factory):
     """made_once(NAME, make) -> a folder that `make(folder)` fills once for all processes of xdist. Only read it."""
     root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(request.config, "workerinput"):
         root = root.parent  # of all processes
 
     def folder_of(name, make):

@@ -244,7 +244,8 @@ def draw_compute(ax: Axes, arms: Arms, named: Mapping[str, tuple[str, str]]) -> 
         ax.plot(spent, means, color=color, marker="o", ms=4, lw=2.4)
         ax.fill_between(spent, means - halves, means + halves, color=color, alpha=0.18, lw=0)
         ends.append((means[-1], f"{name}: {means[-1]:.0%}", color))
-    start = validated(next(iter(arms[next(iter(named))].values())), compute.MATCH, 0)
+    first_arm = arms[next(iter(named))]
+    start = validated(next(iter(first_arm.values())), compute.MATCH, 0)
     ax.text(0, start - 0.02, f"base model: {start:.0%}", fontsize=10, va="top")
     ax.set_ylim(start - 0.08, 1.0)
     label_ends(ax, ends)

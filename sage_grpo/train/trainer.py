@@ -422,7 +422,8 @@ class Trainer:
         trained_advantages = advantages.at(rows)
         if len(rows) < len(advantages.values):
             batch = self.regroup(batch, rows)
-            if c.center_trained:  # those of a full group add up to 0 already
+            # those of a full group add up to 0, apart from clipped ones; those of a part need not
+            if c.center_trained:
                 trained_advantages = centered(trained_advantages, c.group_trained)
         return self.prepare_for_training(batch), trained_advantages
 

@@ -1,4 +1,4 @@
-"""The transformer benchmark at CPU size: every row is present, and all compute the same."""
+"""The transformer benchmark at CPU size: every row is present, and all kernels compute the same."""
 
 import os
 import re
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compile
 
 @pytest.mark.slow
 def test_every_row_is_measured_and_all_agree(tmp_path, monkeypatch):
-    """Slow: all rows; single ones are measured below."""
-    # compiled blocks are tested with the models; tracing them takes most of the time
+    """Slow: all rows; single ones are measured below. Those called compiled are not compiled here."""
+    # compiled blocks are compared with others in the models' tests; tracing them takes most of the time
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     monkeypatch.setattr(script, "PADDING", {"text": 12, "glyph": 3, "image": 2})
     script.main([*SMALL.split(), "--output", str(tmp_path / "page.md")])

@@ -1,10 +1,14 @@
 """The figures of the README: drawn from a run and from the recorded head-to-head."""
 
+from pathlib import Path
+
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
 from research.studies import readme_figures
+from research.studies.compute import with_half
+from research.studies.third_tables import end_spread, mean_of, told_ratio
 from tests.tools.fake_run import make_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of imageio
@@ -68,16 +72,24 @@ def test_the_curves_end_at_the_matches_of_the_results_page(arms):
     assert {text.get_text() for text in ax.texts} >= {"DiffusionNFT (nft): 93%", "base model: 34%"}
 
 
-def test_the_curves_of_trained_clips_end_at_the_matches_of_the_docs():
-    """docs/results.md: nft with all clips 0.93, with the best and the worst of 8 0.86, with 4 of 8 0.89."""
+def test_the_table_of_trained_clips_is_that_of_the_records():
+    """Gold match after an eighth, a quarter and half of the compute and at the end, compute to 0.9, variety."""
     arms = readme_figures.trained_clips()
-    assert set(readme_figures.NAMED_SHARES) < set(arms)
-    ends = {
-        arm: readme_figures.match_curve(arms[arm])[1][-1] for arm in readme_figures.NAMED_SHARES
-    }
-    assert ends["nft, all of 8"] == pytest.approx(0.934, abs=5e-4)
-    assert ends["nft, best and worst of 8"] == pytest.approx(0.859, abs=5e-4)
-    assert ends["nft, 4 of 8"] == pytest.approx(0.891, abs=5e-4)
+    page = (Path(__file__).parents[3] / "docs" / "results.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith(("| all of 8 |", "| best and worst of", "| 4 of 8 |"))
+    ]
+    assert len(rows) == 4
+    base = arms["nft, all of 8"]
+    for share, _, *told, ratio, variety in rows:
+        runs = arms[f"nft, {share}"]
+        _, means, halves = readme_figures.match_curve(runs)
+        matches = [f"{means[eighth]:.2f}" for eighth in (1, 2, 4)]
+        assert told == [*matches, f"{means[8]:.2f} ± {halves[8]:.2f}"], share
+        assert ratio.split(",")[0] == ("1" if runs is base else told_ratio(runs, base))
+        assert variety == with_half(mean_of(runs, end_spread), 2)
 
 
 def test_a_run_without_a_validation_at_the_start_is_refused(tmp_path):
