@@ -124,20 +124,10 @@ def find_weights(path: str | None) -> str | None:
     """The weights that `--checkpoint_path` names; a run folder means its newest checkpoint."""
     if path is None:
         return None
-    if not Path(path).exists():
-        raise FileNotFoundError(f"checkpoint_path {path} does not exist")
-    folder = Path(path) / "checkpoints"
-    if not folder.is_dir():
-        return path
 
-    from sage_grpo.train.checkpoint_folders import list_checkpoints
+    from sage_grpo.train.checkpoint_folders import weights_of
 
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        raise FileNotFoundError(
-            f"checkpoint_path {path} is a run folder that holds no checkpoint yet"
-        )
-    return str(checkpoints[-1])
+    return str(weights_of(Path(path), "checkpoint_path"))
 
 
 def check_output(args: argparse.Namespace, requests: Sequence[Request]) -> None:

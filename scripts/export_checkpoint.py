@@ -36,7 +36,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="FOLDER",
         required=True,
-        help="checkpoint to export, RUN/checkpoints/step-N",
+        help="checkpoint to export, RUN/checkpoints/step-N; a run stands for its newest",
     )
     add("--output", type=Path, metavar="FOLDER", required=True, help="folder to create")
     add(
@@ -93,6 +93,7 @@ from sage_grpo.models.weights import (
 from sage_grpo.runs.card import model_card
 from sage_grpo.runs.history import RunHistory, read_run
 from sage_grpo.train.checkpoint import read_state
+from sage_grpo.train.checkpoint_folders import weights_of
 from sage_grpo.train.export import is_one_of_two, origin_of, recipe_of
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
@@ -107,6 +108,7 @@ def export(
     dtype: str | None = None,
 ) -> None:
     """Write everything to a draft folder, then rename it."""
+    checkpoint = weights_of(checkpoint)
     if os.path.lexists(output):
         raise ValueError(f"--output {output} exists; name another folder")
     if dtype is not None and layout != "comfyui":

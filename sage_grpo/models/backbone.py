@@ -350,6 +350,7 @@ class Backbone(ABC):
         if path is None:
             return
         path = Path(path)
+        check_weights(path)
         check_exported(path)
 
         adapters = saved_adapters(path)
@@ -357,14 +358,10 @@ class Backbone(ABC):
             self._load_lora(expert, file)
         if adapters:
             return
-        if path.suffix == ".safetensors" and path.is_file():
+        if path.is_file():
             weights = open_file(path)
-        elif holds_all_weights(path):
-            weights = trained_weights(path, self.open_weights, self.experts)
         else:
-            raise FileNotFoundError(
-                f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}"
-            )
+            weights = trained_weights(path, self.open_weights, self.experts)
 
         if any("lora_" in name for name in weights.names):
             raise ValueError(
@@ -466,6 +463,15 @@ def holds_all_weights(checkpoint: Path) -> bool:
     has_shards = (checkpoint / rank_file(0)).is_file()
     is_lora = bool(saved_adapters(checkpoint))
     return is_exported or (has_shards and not is_lora)
+
+
+def check_weights(path: Path) -> None:
+    """Reject a path where there are no post-trained weights."""
+    is_file = path.suffix == ".safetensors" and path.is_file()
+    if not (is_file or saved_adapters(path) or holds_all_weights(path)):
+        raise FileNotFoundError(
+            f"checkpoint_path {path} has neither transformer/*.safetensors nor {LORA_FILE}"
+        )
 
 
 def check_exported(checkpoint: Path) -> None:

@@ -1,7 +1,8 @@
-"""Compares checkpoints with the base model, or folders of clips: same prompts, seeds and rewards for all.
+"""Compares checkpoints with the base model or each other, or folders of clips: same prompts, seeds and rewards.
 
     python -m sage_grpo.tools.evaluate --config RUN/config.yaml --checkpoints RUN/checkpoints/step-000100 \\
         --reward_model videoalign clipscore pickscore
+    python -m sage_grpo.tools.evaluate --config RUN/config.yaml --reference OTHER_RUN --checkpoints RUN
     python -m sage_grpo.tools.evaluate --clips OURS THEIRS --reward_model videoalign
 
 Takes every flag of post_train.py; the validation flags control how clips are made, and reward_weights are ignored. Each
@@ -32,7 +33,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
         nargs="+",
         metavar="FOLDER",
         default=[],
-        help="weights to compare with the base model",
+        help="weights to compare; a run stands for its newest checkpoint",
+    )
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FOLDER",
+        help="weights that the others are compared with (default: the base model)",
     )
     parser.add_argument(
         "--clips",
@@ -67,7 +74,7 @@ from transformers.utils.logging import disable_progress_bar
 from sage_grpo.data.requests import Request
 from sage_grpo.files.json_files import read_object, write_json
 from sage_grpo.files.paths import check_folder, make_folder
-from sage_grpo.models.backbone import Guidance
+from sage_grpo.models.backbone import Guidance, check_weights
 from sage_grpo.models.registry import device_for
 from sage_grpo.parallel.ranks import Ranks, join_ranks
 from sage_grpo.runs.clips import beside, checked, read_clips, read_listing
@@ -75,6 +82,7 @@ from sage_grpo.runs.media import read_mp4, reduced, write_mp4
 from sage_grpo.tools.paired import aligned, clip_rows, compared, tables
 from sage_grpo.tools.templating import render
 from sage_grpo.train.build import open_model
+from sage_grpo.train.checkpoint_folders import weights_of
 from sage_grpo.train.inputs import build_composite, reward_names, validation_requests
 from sage_grpo.train.validation import Validation
 from sage_grpo.worlds.registry import check_prompts, world_of
@@ -120,7 +128,8 @@ class Evaluation:
 
     def run(self) -> int:
         """Make and score all clips that are missing; returns the exit code."""
-        systems = system_names(self.options.checkpoints, self.options.clips)
+        options = self.options
+        systems = system_names(options.checkpoints, options.clips, options.reference)
         self.check_settings(systems)
         for name, path in systems.items():
             folder = self.output / name
@@ -139,7 +148,7 @@ class Evaluation:
             settings[f"reward {name}"] = value
         for score, name in self.reward.owners.items():
             settings[f"the score {score} of the reward"] = name
-        if BASE in systems:
+        if any(path not in self.options.clips for path in systems.values()):
             settings.update(self.backbone.fingerprints())
         for name, path in systems.items():
             if path:
@@ -265,14 +274,20 @@ def seeded(
     ]
 
 
-def system_names(checkpoints: Sequence[Path], clips: Sequence[Path]) -> dict[str, Path | None]:
-    """The systems by name; all others are compared with the first, the base model unless there are only clips.
+def system_names(
+    checkpoints: Sequence[Path], clips: Sequence[Path], reference: Path | None = None
+) -> dict[str, Path | None]:
+    """The systems by name; all others are compared with the first: the reference, or without it the base model.
+
+    If there are only clips, it is the first folder of these.
 
     A name has as few of the last parts of a path as make it differ from all others: names are published, and the first
     parts name users and projects.
     """
-    paths = list(dict.fromkeys((*checkpoints, *clips)))
-    systems: dict[str, Path | None] = {} if clips and not checkpoints else {BASE: None}
+    first = () if reference is None else (reference,)
+    paths = list(dict.fromkeys((*first, *checkpoints, *clips)))
+    has_base = reference is None and (bool(checkpoints) or not clips)
+    systems: dict[str, Path | None] = {BASE: None} if has_base else {}
     names = short_names(paths) if paths else []
     return systems | dict(zip(names, paths, strict=True))
 
@@ -384,13 +399,23 @@ def save_record(file: Path, record: Mapping[str, Any]) -> None:
     write_json(file, {**record, "scores": read_scores(file) | record["scores"]})
 
 
+def resolve_weights(options: argparse.Namespace) -> None:
+    """Replace runs by their newest checkpoints, and reject paths without weights before anything is sampled."""
+    options.checkpoints = [weights_of(path) for path in options.checkpoints]
+    if options.reference:
+        options.reference = weights_of(options.reference)
+    for path in (*options.checkpoints, *filter(None, [options.reference])):
+        check_weights(path)
+
+
 @answering("evaluate: ")
 def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     options, config = parse_arguments(arguments)
     check_folder(options.output, "output")
+    resolve_weights(options)
     device = config.device
-    if options.checkpoints or not options.clips:  # then a model is run
+    if options.checkpoints or options.reference or not options.clips:  # then a model is run
         device = device_for(
             device, config.pretrained_model_root, config.pretrained_transformer_version
         )

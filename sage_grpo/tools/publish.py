@@ -23,7 +23,12 @@ from sage_grpo.tools.options import ToolParser
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ToolParser("python -m sage_grpo.tools.publish", __doc__)
     add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint, RUN/checkpoints/step-N")
+    add(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="checkpoint, RUN/checkpoints/step-N; a run stands for its newest",
+    )
     add("--repo", required=True, metavar="USER/NAME", help="repository on the hub")
     add("--public", action="store_true", help="make the repository public")
     add("--dry_run", action="store_true", help="list what would be sent, and stop")
@@ -46,6 +51,7 @@ from sage_grpo.runs.gallery import step_folders
 from sage_grpo.runs.history import RunError, read_run
 from sage_grpo.runs.preferences import read_preferences
 from sage_grpo.train.checkpoint import read_state
+from sage_grpo.train.checkpoint_folders import weights_of
 from sage_grpo.train.export import is_one_of_two
 
 CARD = "README.md"
@@ -70,9 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.repo.count("/") != 1:
         raise ValueError(f"--repo is {options.repo!r}; it must be USER/NAME")
 
+    checkpoint = weights_of(options.checkpoint)
     with tempfile.TemporaryDirectory(prefix="sage_grpo_publish_") as scratch:
-        files = collect(options.checkpoint, Path(scratch), options.repo.partition("/")[2])
-        check_private(files, private_words(options.checkpoint))
+        files = collect(checkpoint, Path(scratch), options.repo.partition("/")[2])
+        check_private(files, private_words(checkpoint))
         for name, path in files.items():
             print(f"{path.stat().st_size:>14,} bytes  {name}")
         if options.dry_run:

@@ -28,6 +28,19 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for path in _list_with_drafts(folder) if path.suffix != ".tmp"]
 
 
+def weights_of(path: Path, flag: str = "") -> Path:
+    """The weights that a path stands for: a run folder stands for its newest checkpoint."""
+    named = f"{flag} {path}".lstrip()
+    if not path.exists():
+        raise FileNotFoundError(f"{named} does not exist")
+    if not (path / "checkpoints").is_dir():
+        return path
+    checkpoints = list_checkpoints(path / "checkpoints")
+    if not checkpoints:
+        raise FileNotFoundError(f"{named} is a run folder that holds no checkpoint yet")
+    return checkpoints[-1]
+
+
 def _list_with_drafts(folder: Path) -> list[Path]:
     """Checkpoints and drafts, oldest first; of one step, the checkpoint comes last, before it a draft of it."""
     folders = [

@@ -89,6 +89,8 @@ def ending(trainer: Trainer) -> str:
     steps = trainer.validation.sampling.num_steps if trainer.validation else c.num_sampling_steps
     if steps != trainer.backbone.sampling.num_steps:
         command += ["--num_inference_steps", str(steps)]
+    if trainer.validation and c.validation_solver != FIELDS["validation_solver"].default:
+        command += ["--solver", c.validation_solver]
     if c.pretrained_model_root != FIELDS["pretrained_model_root"].default:
         command += ["--model_path", c.pretrained_model_root]
     if c.pretrained_transformer_version != DEFAULT_VERSION:

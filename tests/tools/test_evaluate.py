@@ -130,6 +130,39 @@ def test_base_against_checkpoint(command, checkpoint, tmp_path, level, capsys):
     assert (tmp_path / "out" / "evaluation.html").read_text().count("<video") == 8
 
 
+def test_two_runs_are_compared_with_each_other(command, checkpoint, tmp_path, level):
+    """Runs stand for their newest checkpoints; the base model is not sampled."""
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint.parent.parent, other)
+    for file in (other / "checkpoints" / checkpoint.name / "transformer").glob("*.safetensors"):
+        save_file({name: values * 0.9 for name, values in load_file(file).items()}, file)
+    words = command("--reference", other, "--checkpoints", tmp_path / "run", reward_model="level")
+    assert evaluate.main(words) == 0 and level.seen == 8
+    found = result(tmp_path)
+    names = [f"{run}-step-000007" for run in ("other", "run")]
+    assert found["reference"] == names[0] and list(found["systems"]) == names
+    before, after = ([r["scores"]["level"] for r in records(tmp_path, name)] for name in names)
+    gains = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
+    column = found["systems"][names[1]]["columns"]["level"]
+    assert column["difference"] == pytest.approx(gains.mean().item()) and gains.abs().min() > 0
+
+
+@pytest.mark.parametrize("flag", ["--checkpoints", "--reference"])
+@pytest.mark.parametrize(
+    "name, told",
+    [("gone", "does not exist"), ("run", "holds no checkpoint"), ("empty", "has neither")],
+)
+def test_weights_that_are_not_there_are_named_before_anything_is_sampled(
+    command, tmp_path, level, capsys, flag, name, told
+):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    assert exit_code(evaluate.main, command(flag, tmp_path / name, reward_model="level")) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / name) in said and told in said
+    assert level.seen == 0 and not (tmp_path / "out").exists()
+
+
 def test_a_second_call_goes_on_where_the_first_ended(command, tmp_path, level, monkeypatch):
     words = command(reward_model="level")
     plain = Hunyuan15.decode

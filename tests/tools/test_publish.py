@@ -239,7 +239,7 @@ def test_wrong_input_is_one_sentence(run, hub, tmp_path, monkeypatch, capsys):
     kept = {name: sha for name, sha in hashes.items() if not name.startswith("transformer")}
     (shards / manifest.NAME).write_text(json.dumps({"files": kept}))
     cases = [
-        ((tmp_path,), "manifest.json cannot be read"),
+        ((shards.parent,), "manifest.json cannot be read"),
         ((shards,), "has no transformer/"),
         ((run["lora"], "no_user"), "it must be USER/NAME"),
         ((run["lora"], "a/b/c"), "Repo id must"),

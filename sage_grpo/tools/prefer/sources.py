@@ -18,7 +18,7 @@ from sage_grpo.parallel.ranks import join_ranks
 from sage_grpo.runs.clips import LISTING, RECORD_KEYS, Record, beside, checked, read_listing
 from sage_grpo.tools.evaluate import Evaluation, read_folder, stem, system_names
 from sage_grpo.tools.prefer.study import StudyClip
-from sage_grpo.train.checkpoint_folders import list_checkpoints
+from sage_grpo.train.checkpoint_folders import weights_of
 from sage_grpo.train.validation import validation_sampling
 
 Sourced = tuple[Path, StudyClip]  # file and clip
@@ -44,18 +44,6 @@ def with_root(config: Config, models: Sequence[Path], alone: bool) -> Config:
 
 def is_clips(path: Path) -> bool:
     return (path / LISTING).is_file() or any(path.glob("*.mp4"))
-
-
-def weights_of(path: Path) -> Path:
-    """The weights that a path stands for: a run folder stands for its newest checkpoint."""
-    if not path.exists():
-        raise ConfigError(f"{path} does not exist; give runs, checkpoints or folders of clips")
-    if not (path / "checkpoints").is_dir():
-        return path
-    checkpoints = list_checkpoints(path / "checkpoints")
-    if not checkpoints:
-        raise ConfigError(f"{path} is a run that holds no checkpoint yet")
-    return checkpoints[-1]
 
 
 def collect(
