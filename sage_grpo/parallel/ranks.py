@@ -296,7 +296,8 @@ def check_layout(world_size: int, sp_size: int, sharded: bool, replicas: int) ->
     """Reject sizes that do not divide each other."""
     if world_size % sp_size:
         raise ValueError(
-            f"sp_size is {sp_size}; it must divide the number of processes, which is {world_size}"
+            f"sp_size is {sp_size}; it must divide the number of processes, which is {world_size}:"
+            " set it to 1, or start more with a launcher"
         )
     if replicas > 1 and not sharded:
         raise ValueError(f"dp_replicate is {replicas}; that needs enable_fsdp True")

@@ -42,7 +42,7 @@ def build_reward(name: str, setup: Setup) -> Reward:
 
 
 class FileReward:
-    """A reward from `FILE.py:NAME`: a function of clips, prompts and perhaps fps; a class; or a `build(setup)`.
+    """A reward from `FILE.py:NAME`: a function of clips and perhaps prompts and fps; a class; or a `build(setup)`.
 
     If its second parameter is called `requests`, it is given requests instead of prompts. Only a parameter called
     `fps` is given that; others besides clips and prompts must have a default.
@@ -86,6 +86,8 @@ class FileReward:
         scores = self._score(*call.args, **call.kwargs)
         if isinstance(scores, Mapping):
             return dict(scores)
+        if scores is None:
+            raise ValueError("it returned None; return a number for each clip")
         if len(self.names) > 1:
             raise ValueError(f"it returned no dictionary of its scores {', '.join(self.names)}")
         return {self.names[0]: scores}
@@ -116,7 +118,8 @@ def _arguments(name: str, signature: inspect.Signature) -> dict[str, str]:
 
 def _instantiated(plugin: Any, setup: Setup) -> Any:
     """A class or a `build` is called, with the setup if it takes a parameter; a score function stays as it is."""
-    count = len(inspect.signature(plugin).parameters)
-    if not isinstance(plugin, type) and count >= 2:
+    parameters = inspect.signature(plugin).parameters
+    scores_clips = len(parameters) >= 2 or "clips" in parameters
+    if not isinstance(plugin, type) and scores_clips:
         return plugin
-    return plugin(setup) if count else plugin()
+    return plugin(setup) if parameters else plugin()

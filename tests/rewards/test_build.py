@@ -129,6 +129,7 @@ def file_rewards(folder, code):
         ("a, b, fps", "clips prompts fps"),
         ("clips, prompts, /, fps", "clips prompts fps"),
         ("clips, fps", "clips fps"),
+        ("clips", "clips"),
         ("clips, requests, *, fps", "clips prompts fps"),
         ("clips, prompts, threshold=0.5", "clips prompts 0.5"),
         ("clips, prompts, threshold=0.5, fps=30", "clips prompts 0.5 fps"),
@@ -137,7 +138,7 @@ def file_rewards(folder, code):
 )
 def test_a_parameter_with_a_default_is_not_given_the_fps(tmp_path, parameters, expected):
     names = re.findall(r"(\w+)(?:=[^,]*)?(?:,|$)", parameters)
-    code = f"def mine({parameters}):\n    seen.append(({', '.join(names)}))\n    return [0.0]\nseen = []\n"
+    code = f"def mine({parameters}):\n    seen.append(({', '.join(names)},))\n    return [0.0]\nseen = []\n"
     (reward,) = file_rewards(tmp_path, code).values()
     request = Request("p") if reward.sees_requests else "p"
     clips = [torch.zeros(2, 2, 2, 3, dtype=torch.uint8)]
@@ -163,6 +164,12 @@ def test_a_parameter_with_a_default_is_not_given_the_fps(tmp_path, parameters, e
 def test_a_reward_in_a_file_that_cannot_be_called_is_one_sentence(tmp_path, code, words):
     with pytest.raises(ValueError, match=words):
         file_rewards(tmp_path, code)
+
+
+def test_a_reward_that_returns_nothing_says_so(tmp_path):
+    reward = Composite(file_rewards(tmp_path, "def mine(clips, prompts): pass"), None)
+    scores = reward.score([torch.zeros(2, 2, 2, 3, dtype=torch.uint8)], ["p"], 8.0)
+    assert "it returned None; return a number for each clip" in scores.errors[0]
 
 
 def test_plain_values_are_those_of_one_score(tmp_path):

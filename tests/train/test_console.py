@@ -84,15 +84,16 @@ def test_the_end_names_the_checkpoint_and_the_next_command(make, flags):
     assert last.split() == ["report", str(trainer.run.path / "report.html")]
 
 
-@pytest.mark.parametrize("steps", [2, 20])
-def test_the_next_command_samples_in_the_steps_of_the_run(make, steps):
+@pytest.mark.parametrize("steps, solver", [(2, "dpm"), (20, "euler")])
+def test_the_next_command_samples_as_the_run_did(make, steps, solver):
     """20 steps are the model's own; what was gained in two may not show in them."""
-    trainer = make(validation_num_inference_steps=steps, max_steps=1)
+    trainer = make(validation_num_inference_steps=steps, validation_solver=solver, max_steps=1)
     trainer.train()
     trainer.run.close()
     args = parse_arguments(shlex.split(said(console.ending(trainer))["next"])[2:])
     own_steps = trainer.backbone.sampling.num_steps
     assert (args.num_inference_steps or own_steps) == steps
+    assert args.solver == solver
 
 
 class Keyboard:

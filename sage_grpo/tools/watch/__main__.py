@@ -33,6 +33,12 @@ from sage_grpo.tools.watch.server import build_page
 @answering("")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    for run in options.runs:
+        if not run.is_dir():
+            print(
+                f"note: {run} does not exist yet; its page is empty until a run writes there",
+                file=sys.stderr,
+            )
     page = build_page(options.runs)
     server, listener, address = page.listen(options.port)
     print(f"open {address}", flush=True)
