@@ -588,7 +588,11 @@ class CheckpointFlags:
         "iterations between checkpoints that diffusers can read; 0 exports the last one only",
         minimum=0,
     )
-    keep_checkpoints: int = flag(3, "number of newest checkpoints to keep", minimum=1)
+    keep_checkpoints: int = flag(
+        3,
+        "checkpoints to keep: the newest, then those of validated iterations, then others",
+        minimum=1,
+    )
     resume_from_checkpoint: str | None = flag(
         None,
         "checkpoint to resume; auto: the newest intact one, if any; "

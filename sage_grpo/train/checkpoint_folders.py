@@ -63,7 +63,7 @@ def commit(
     """Give a complete draft its name and delete the checkpoints beyond `keep_checkpoints`."""
     manifest.commit(draft, target, hashes, on_step)
     checkpoints = list_checkpoints(target.parent)
-    for old in surplus(checkpoints, config.keep_checkpoints, config.save_interval):
+    for old in surplus(checkpoints, config):
         manifest.remove(old)
         on_step()
 
@@ -90,15 +90,22 @@ def replace_files(path: Path, contents: Mapping[str, str | bytes]) -> None:
         raise
 
 
-def surplus(folders: Sequence[Path], keep: int, interval: int) -> list[Path]:
-    """All but `keep` of these checkpoints, and never the newest: first those that time or a signal asked for."""
+def surplus(folders: Sequence[Path], config: Config) -> list[Path]:
+    """All but `keep_checkpoints` of these checkpoints, and never the newest.
+
+    First those that time or a signal asked for, then those of iterations that were not validated: who wants an earlier
+    checkpoint chooses it by its validation.
+    """
     committed = [path for path in folders if (path / manifest.NAME).is_file()]
 
-    def is_regular(path: Path) -> bool:
-        return not interval or step_of(path) % interval == 0
+    def order(path: Path) -> tuple[bool, bool]:
+        step = step_of(path)
+        is_validated = config.validation_interval > 0 and step % config.validation_interval == 0
+        is_regular = config.save_interval == 0 or step % config.save_interval == 0
+        return is_validated, is_regular
 
-    order = sorted(committed[:-1], key=is_regular)
-    return order[: max(0, len(committed) - keep)]
+    oldest_first = sorted(committed[:-1], key=order)
+    return oldest_first[: max(0, len(committed) - config.keep_checkpoints)]
 
 
 def tidy(folder: Path, step: int, resumed_from: Path | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sage_grpo.background import Work
-from sage_grpo.config.fields import ConfigError
+from sage_grpo.config.fields import Config, ConfigError
 from sage_grpo.config.parse import from_values
 from sage_grpo.files import manifest
 from sage_grpo.models import backbone
@@ -173,22 +173,33 @@ def test_time_calls_for_a_checkpoint_as_iterations_do(make, minutes, expected):
     ] == expected
 
 
-def test_checkpoints_by_time_make_way_for_those_by_count(tmp_path):
-    folders = [tmp_path / f"step-{step:06d}" for step in (5, 10, 13, 20, 27, 29)]
+def test_validated_checkpoints_are_kept_longest_and_those_by_time_shortest(tmp_path):
+    steps = (5, 10, 13, 20, 27, 29)
+    folders = [tmp_path / f"step-{step:06d}" for step in steps]
     for folder in folders:
         folder.mkdir()
         (folder / manifest.NAME).touch()
 
-    def left(keep, interval):
-        gone = checkpoint_folders.surplus(folders, keep, interval)
+    def left(keep, save_interval, validation_interval=0):
+        config = Config(
+            keep_checkpoints=keep,
+            save_interval=save_interval,
+            validation_interval=validation_interval,
+        )
+        gone = checkpoint_folders.surplus(folders, config)
         return [checkpoint_folders.step_of(folder) for folder in folders if folder not in gone]
 
-    assert left(3, 10) == [10, 20, 29] and left(2, 10) == [20, 29] and left(1, 10) == [29]
-    assert (
-        left(4, 10) == [10, 20, 27, 29]
-        and left(3, 0) == [20, 27, 29]
-        and left(9, 10) == [5, 10, 13, 20, 27, 29]
-    )
+    assert left(3, 10) == [10, 20, 29]
+    assert left(2, 10) == [20, 29]
+    assert left(1, 10) == [29]
+    assert left(4, 10) == [10, 20, 27, 29]
+    assert left(3, 0) == [20, 27, 29]
+    assert left(9, 10) == list(steps)
+
+    assert left(2, 5, 10) == [20, 29]
+    assert left(3, 5, 13) == [13, 20, 29]
+    assert left(4, 5, 13) == [10, 13, 20, 29]
+    assert left(2, 5, 13) == [13, 29]
 
 
 def test_time_does_not_call_between_two_optimizer_steps(make):
