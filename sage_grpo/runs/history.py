@@ -272,9 +272,8 @@ def _join_breaks(breaks: Sequence[Line], series: dict[str, list[dict[int, Line]]
     joined: list[Line] = []
     for line in breaks:
         ended = _ended(line)
-        place = {
-            kind: _count(kind, joined) for kind in _kinds_ended(line)
-        }  # of the series that it ends
+        # of the series that it ends
+        place = {kind: _count(kind, joined) for kind in _kinds_ended(line)}
         has_results = any(series[kind][place[kind]] for kind in place if kind in SERIES_OF)
         if has_results or not joined or _ended(joined[-1]) != ended:
             joined.append(line)
