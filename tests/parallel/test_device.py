@@ -53,7 +53,7 @@ def test_training_a_large_model_on_a_cpu_is_refused(large, tmp_path, capsys):
     assert "no GPU" not in capsys.readouterr().err
 
 
-def test_so_are_sampling_and_the_tools(large, tmp_path, capsys):
+def test_so_are_sampling_and_the_tools(large, tiny_folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         generate.main(
             ["--model_path", str(large), "--prompt", "a red circle", "--output_path", str(tmp_path)]
@@ -61,7 +61,7 @@ def test_so_are_sampling_and_the_tools(large, tmp_path, capsys):
     assert stop.value.code == 2 and sentence(capsys).startswith("generate.py: ")
     flags = ["--pretrained_model_root", str(large), "--output", str(tmp_path / "out")]
     assert exit_code(doctor.main, flags) == 2 and sentence(capsys).startswith("doctor: ")
-    for words in ([], ["--checkpoints", str(tmp_path)]):
+    for words in ([], ["--checkpoints", str(tiny_folder)]):
         assert exit_code(evaluate.main, [*flags, *words]) == 2
         assert sentence(capsys).startswith("evaluate: ")
 
