@@ -7,6 +7,8 @@ from collections import Counter
 
 # before torch: spinning threads slow a busy machine down tenfold
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# before imageio: to shield ffmpeg from Ctrl-C it would fork a process of gigabytes for each video
+os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
 
 import pytest
 
