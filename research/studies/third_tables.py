@@ -41,7 +41,7 @@ def counted_seeds(runs: Mapping[int, Record], reference: Mapping[int, Record]) -
 
 
 def num_missing(runs: Mapping[int, Record], reference: Mapping[int, Record]) -> int:
-    """Of these seeds, in how many the arm never has the match."""
+    """The number of these seeds in which the arm never reaches the match."""
     units = [units_to_match(runs[seed]) for seed in counted_seeds(runs, reference)]
     return sum(map(math.isnan, units))
 
@@ -58,7 +58,7 @@ def log_ratios(runs: Mapping[int, Record], reference: Mapping[int, Record]) -> l
 
 
 def told_ratio(runs: Mapping[int, Record], reference: Mapping[int, Record]) -> str:
-    """The ratio of units in words: a lower bound if some runs never have the match."""
+    """The ratio of units in words: a lower bound if some runs never reach the match."""
     logs = log_ratios(runs, reference)
     if not logs:
         return "–"
@@ -102,31 +102,32 @@ def collapsed(runs: Mapping[int, Record]) -> bool:
     return any(run["collapsed"] for run in runs.values())
 
 
-def num_collapsed(runs: Mapping[int, Record]) -> str:
-    return str(sum(bool(run["collapsed"]) for run in runs.values()))
+def num_collapsed(runs: Mapping[int, Record]) -> int:
+    return sum(bool(run["collapsed"]) for run in runs.values())
 
 
 def verdict(ratio: Interval, match: Interval, spread: Interval, missing: int = 0) -> str:
     """What the registration decides about shares of clips, from the logarithm of the ratio and two differences.
 
-    missing: the number of runs that never have the match, which count with all their units.
+    missing: the number of runs that never reach the match, which count with all their units.
     """
     goal = math.log(GOAL_RATIO)
-    cheap = "not met"
-    if ratio.mean + ratio.half <= goal:
-        cheap = "met"
-    elif ratio.mean <= goal:
-        cheap = "met on average"
-    if missing and cheap != "not met":
-        cheap += f", {missing} that never have the match counted with all their units"
+    is_met = ratio.mean + ratio.half <= goal
+    note = f", {missing} that never reach the match counted with all their units" if missing else ""
     worse = [
         name
         for name, gap in (("match", match), ("spread", spread))
         if not gap.mean - gap.half > -MARGIN
     ]
-    if ratio.mean + ratio.half <= goal and not worse:
-        return "**wins**"
-    return "; ".join([f"goal {cheap}", *(f"{name} may be worse" for name in worse)])
+    if is_met and not worse:
+        return f"**wins**{note}"
+
+    cheap = "goal not met"
+    if is_met:
+        cheap = f"goal met{note}"
+    elif ratio.mean <= goal:
+        cheap = f"goal met on average{note}"
+    return "; ".join([cheap, *(f"{name} may be worse" for name in worse)])
 
 
 def goal_table(study_arms: Arms, _: Mapping[str, Record], reference: str) -> str:
@@ -220,7 +221,8 @@ def centering_table(
         runs = finished[arm]
         match = gaps(runs, finished[plain], match_or_base)
         spread = gaps(runs, finished[plain], end_spread)
-        cells = [arm, str(len(runs)), num_collapsed(runs), num_collapsed(finished[plain])]
+        counts = (len(runs), num_collapsed(runs), num_collapsed(finished[plain]))
+        cells = [arm, *map(str, counts)]
         cells += [with_half(mean_of(runs, match_or_base)), with_half(match, 3, "+")]
         rows.append([*cells, with_half(spread, 3, "+")])
         if match.mean - match.half > 0 and not collapsed(runs):

@@ -399,13 +399,11 @@ def save_record(file: Path, record: Mapping[str, Any]) -> None:
     write_json(file, {**record, "scores": read_scores(file) | record["scores"]})
 
 
-def resolve_weights(options: argparse.Namespace) -> None:
-    """Replace runs by their newest checkpoints, and reject paths without weights before anything is sampled."""
-    options.checkpoints = [weights_of(path) for path in options.checkpoints]
-    if options.reference:
-        options.reference = weights_of(options.reference)
-    for path in (*options.checkpoints, *filter(None, [options.reference])):
-        check_weights(path)
+def found_weights(path: Path) -> Path:
+    """The weights that a path stands for; an error if there are none."""
+    found = weights_of(path)
+    check_weights(found)
+    return found
 
 
 @answering("evaluate: ")
@@ -413,7 +411,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     options, config = parse_arguments(arguments)
     check_folder(options.output, "output")
-    resolve_weights(options)
+    # before anything is sampled
+    options.checkpoints = [found_weights(path) for path in options.checkpoints]
+    if options.reference:
+        options.reference = found_weights(options.reference)
     device = config.device
     if options.checkpoints or options.reference or not options.clips:  # then a model is run
         device = device_for(

@@ -147,7 +147,7 @@ def test_a_break_that_no_result_followed_is_undone(tmp_path, lines, after, valid
 
 
 def test_a_break_of_one_series_is_not_undone_by_one_of_both(tmp_path):
-    """Of B there is a validation, but no training result. With A again, neither may join what A had."""
+    """B has a validation but no training result. After a return to A, neither series may join the one that A had."""
     first = [start(0), train(10, 0.0), broken(10, "train"), start(10), validation(10, 0.0)]
     back = broken(10, "train", "validation") | {"changed": {"eta": [0.3, 0.5]}}
     write_lines(tmp_path, [*first, back, start(10)])

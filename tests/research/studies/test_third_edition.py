@@ -144,7 +144,7 @@ def test_verdicts_are_those_registered(expected):
 
 
 def test_runs_that_never_have_the_match_make_the_ratio_a_lower_bound():
-    """Of seed 3 the reference never has it either, so that seed does not count."""
+    """Seed 3 does not count, since there the reference never reaches the match."""
     base = {
         1: result(REFERENCE, 1, 0.9),
         2: result(REFERENCE, 2, 0.9),
@@ -157,6 +157,10 @@ def test_runs_that_never_have_the_match_make_the_ratio_a_lower_bound():
     missing = reaching | {2: result(CHEAPER, 2, 0.8)}
     told = goal_table({REFERENCE: base, CHEAPER: missing}, {}, REFERENCE)
     assert "| 1 | over 0.5" in told and "goal met on average, 1 that never" in told
+    no_gap = Interval(0.0, 0.01)
+    assert verdict(Interval(-1.0, 0.1), no_gap, no_gap, missing=1).startswith(
+        "**wins**, 1 that never"
+    )
 
 
 def test_the_table_names_a_winner():
