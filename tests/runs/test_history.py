@@ -146,14 +146,19 @@ def test_a_break_that_no_result_followed_is_undone(tmp_path, lines, after, valid
     assert run.head.get("perfect") == ({"total": 2.0} if validated else None)
 
 
-def test_a_break_of_one_series_is_not_undone_by_one_of_both(tmp_path):
-    """B has a validation but no training result. After a return to A, neither series may join the one that A had."""
-    first = [start(0), train(10, 0.0), broken(10, "train"), start(10), validation(10, 0.0)]
-    back = broken(10, "train", "validation") | {"changed": {"eta": [0.3, 0.5]}}
-    write_lines(tmp_path, [*first, back, start(10)])
+@pytest.mark.parametrize(
+    "first, second, validated",
+    [(["train"], ["train", "validation"], []), (["train", "validation"], ["train"], [10])],
+)
+def test_breaks_of_other_series_are_not_joined(tmp_path, first, second, validated):
+    """B has a validation but no training result. After a return to A, that validation is not one of A's."""
+    begun = [start(0), train(10, 0.0), validation(0, 0.0)]
+    other = [broken(10, *first), start(10), validation(10, 0.0)]
+    back = broken(10, *second) | {"changed": {"eta": [0.3, 0.5]}}
+    write_lines(tmp_path, [*begun, *other, back, start(10)])
     run = read_run(tmp_path)
-    assert len(run.breaks) == 2
-    assert run.validations == []
+    assert [line["series"] for line in run.breaks] == [first, second]
+    assert column(run.validations, "step").tolist() == validated
 
 
 def test_rewards_between_logged_iterations_belong_to_the_series_of_training(tmp_path):
