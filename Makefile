@@ -40,11 +40,11 @@ figures: demo
 
 # every promise once
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
 # and with the real classes, more ranks, more cases: what each slow test adds is in its docstring
 test-all: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 golden: venv
 	$(BIN)/python -m tests.golden.test_golden

@@ -5,7 +5,9 @@ import os
 import signal
 from collections import Counter
 
-# before torch: spinning threads slow a busy machine down tenfold
+# before torch: as in `make test`, since last bits depend on the number of threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# spinning threads slow a busy machine down tenfold
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # before imageio: to shield ffmpeg from Ctrl-C it would fork a process of gigabytes for each video
 os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")

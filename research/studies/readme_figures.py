@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
         all_clips(pairs).savefig(args.output / "all_clips.png", dpi=110)
         figures = {
             "match_against_compute": match_against_compute(arms, NAMED),
-            "trained_clips": match_against_compute(trained_clips(), NAMED_SHARES),
+            "trained_clips": match_against_compute(trained_clips(), NAMED_SHARES, "ways to train"),
         }
         for name, figure in figures.items():
             figure.savefig(args.output / f"{name}.png", dpi=120)
@@ -132,9 +132,11 @@ def headline(pairs: Sequence[Pair], arms: Arms) -> Figure:
     return figure
 
 
-def match_against_compute(arms: Arms, named: Mapping[str, tuple[str, str]]) -> Figure:
+def match_against_compute(
+    arms: Arms, named: Mapping[str, tuple[str, str]], kind: str = "methods"
+) -> Figure:
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    draw_compute(figure.subplots(), arms, named)
+    draw_compute(figure.subplots(), arms, named, kind)
     return figure
 
 
@@ -232,8 +234,13 @@ def study_arms(name: str, studies: Mapping[str, Study], results: Path) -> Arms:
     return arms_of(plan, name, studies[name], read_all(results))
 
 
-def draw_compute(ax: Axes, arms: Arms, named: Mapping[str, tuple[str, str]]) -> None:
-    """Gold match against compute: means over seeds with 95 % intervals; methods that are not named in gray."""
+def draw_compute(
+    ax: Axes, arms: Arms, named: Mapping[str, tuple[str, str]], kind: str = "methods"
+) -> None:
+    """Gold match against compute: means over seeds with 95 % intervals; arms that are not named in gray.
+
+    kind: what the title calls the arms.
+    """
     others = [arm for arm in arms if arm not in named]
     for arm in others:
         spent, means, _ = match_curve(arms[arm])
@@ -255,7 +262,7 @@ def draw_compute(ax: Axes, arms: Arms, named: Mapping[str, tuple[str, str]]) -> 
     ax.tick_params(labelsize=9.5)
     seeds = sorted({len(runs) for runs in arms.values()})
     counts = " or ".join(map(str, seeds))
-    title = f"{len(arms)} methods at equal compute, {counts} seeds each"
+    title = f"{len(arms)} {kind} at equal compute, {counts} seeds each"
     ax.set_title(title, fontsize=11, loc="left", color="black")
 
 
