@@ -9,7 +9,7 @@ from collections import Counter
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # spinning threads slow a busy machine down tenfold
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# before imageio: to shield ffmpeg from Ctrl-C it would fork a process of gigabytes for each video
+# before imageio: to shield ffmpeg from Ctrl-C it would fork a process of gigabytes for each video it reads
 os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
 
 import pytest

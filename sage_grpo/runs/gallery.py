@@ -27,7 +27,7 @@ FOLDER = "rollouts"
 FILES = ("best.mp4", "worst.mp4")
 MAX_FRAMES = 49
 MAX_SIDE = 320  # pixels
-QUALITY = 6  # of 10
+CRF = 20  # of x264: small files
 MAX_WAIT = 20.0  # seconds for the last pair, when a run ends
 
 
@@ -78,7 +78,7 @@ class Gallery:
         folder.mkdir(parents=True, exist_ok=True)
         for file, clip in zip(FILES, clips, strict=True):
             frames, kept_fps = small(clip, fps)
-            write_mp4(folder / file, frames, kept_fps, QUALITY)
+            write_mp4(folder / file, frames, kept_fps, CRF)
         listed = [record | {"file": file} for file, record in zip(FILES, records, strict=True)]
         (folder / LISTING).write_text(json.dumps(listed, indent=1) + "\n")
         self.thin_out()

@@ -1,6 +1,8 @@
 """Clips as viewable files: mp4 and contact sheets. A clip is uint8 (F, H, W, 3)."""
 
+import subprocess
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from sage_grpo.files.json_files import naming, printable
 
+LOSSLESS = 5  # x264's constant rate factor: nearly lossless
 COLUMNS = 5  # frames of a clip on a contact sheet
 
 # pixels
@@ -23,19 +26,36 @@ LABEL_HEIGHT = 20
 FONT_SIZE = 13
 
 
-def write_mp4(path: Path, clip: Tensor, fps: int, quality: int = 9) -> None:
-    """Write H.264, near-lossless by default. quality: up to 10.
+def write_mp4(path: Path, clip: Tensor, fps: float, crf: int = LOSSLESS) -> None:
+    """Write H.264, near-lossless by default. crf: x264's constant rate factor, larger for smaller files.
 
     Tiny clips are magnified: players and chroma subsampling need some pixels.
     """
+    from imageio_ffmpeg import get_ffmpeg_exe  # not needed by runs without videos
+
     is_tiny = min(clip.shape[1:3]) < 128
-    frames = magnified(clip, MIN_VIDEO if is_tiny else 1)
-    imageio.mimwrite(
-        path, frames, "FFMPEG", fps=fps, codec="libx264", quality=quality, macro_block_size=2
+    frames = np.ascontiguousarray(magnified(clip, MIN_VIDEO if is_tiny else 1))
+    height, width = frames.shape[1:3]
+    command = [get_ffmpeg_exe(), "-v", "error", "-nostdin", "-y"]
+    command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}"]
+    command += ["-r", str(Fraction(fps).limit_denominator()), "-i", "pipe:"]
+    command += ["-c:v", "libx264", "-crf", str(crf), "-pix_fmt", "yuv420p"]
+    if height % 2 or width % 2:  # chroma needs even sides
+        command += ["-vf", f"scale={width + width % 2}:{height + height % 2}"]
+
+    # In a process group of its own, so that Ctrl-C, which stops a run in an orderly way, does not cut a video off. A
+    # preexec_fn, as in imageio, would make Python fork this process with all of its memory.
+    ended = subprocess.run(
+        [*command, f"file:{path}"],
+        input=memoryview(frames).cast("B"),
+        capture_output=True,
+        process_group=0,
+        check=False,
     )
-    if not path.is_file() or not path.stat().st_size:  # ffmpeg fails silently
+    if ended.returncode or not path.is_file() or not path.stat().st_size:
         path.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written; is the disk full?")
+        reason = ended.stderr.decode(errors="replace").strip() or "is the disk full?"
+        raise OSError(f"{path} could not be written: {printable(reason)}")
 
 
 def read_mp4(path: Path) -> tuple[Tensor, float]:

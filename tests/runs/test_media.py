@@ -1,7 +1,12 @@
+import os
+import sys
+from pathlib import Path
+
 import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
+from imageio_ffmpeg import get_ffmpeg_exe
 from PIL import Image, ImageFont
 
 from sage_grpo.runs.media import (
@@ -110,3 +115,35 @@ def test_labels_are_one_printable_line_that_fits():
     assert cut == "x" * (len(cut) - 1) + "…"
     assert font.getlength(cut) <= 120 < font.getlength("x" + cut)
     assert fitted("anything", font, 0) == "…"
+
+
+def test_ctrl_c_does_not_reach_the_encoder(tmp_path, monkeypatch):
+    """A terminal signals the whole process group; the run itself stops in an orderly way."""
+    encoder = tmp_path / "ffmpeg"
+    group = tmp_path / "group"
+    encoder.write_text(
+        f"#!{sys.executable}\n"
+        "import os, pathlib, sys\n"
+        f"pathlib.Path({str(group)!r}).write_text(str(os.getpgrp()))\n"
+        f"os.execv({get_ffmpeg_exe()!r}, sys.argv)\n"
+    )
+    encoder.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(encoder))
+    write_mp4(tmp_path / "a.mp4", clips(1)[0], fps=8)
+    assert int(group.read_text()) != os.getpgrp()
+
+
+def test_odd_sides_become_even(tmp_path):
+    write_mp4(tmp_path / "a.mp4", torch.zeros(2, 129, 131, 3, dtype=torch.uint8), fps=8)
+    assert read_mp4(tmp_path / "a.mp4")[0].shape == (2, 130, 132, 3)
+
+
+def test_a_name_with_a_colon_is_a_file_and_not_a_protocol(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_mp4(Path("a:b.mp4"), clips(1)[0], fps=8)
+    assert (tmp_path / "a:b.mp4").stat().st_size
+
+
+def test_the_encoder_says_why(tmp_path):
+    with pytest.raises(OSError, match=r"nowhere/a\.mp4 could not be written: .*No such file"):
+        write_mp4(tmp_path / "nowhere" / "a.mp4", clips(1)[0], fps=8)
