@@ -207,7 +207,7 @@ def compared_arms() -> dict[str, Flags]:
 
 
 def centered_pairs() -> dict[str, str]:
-    """The centered arms of `centering`, each with the arm that differs in nothing else."""
+    """The centered arms of `centering`, each with the arm that differs in nothing else but its searched rate."""
     return {arm.removesuffix(", not centered"): arm for arm in NOT_CENTERED}
 
 
@@ -468,9 +468,9 @@ many units, at the rates found without, and validates what users of averaged wei
 made for these two arms, too, with *{averaged_arm(REFERENCE)}* as the reference. The nft recipes average their
 weights if, for the arm that they train, the lower end of the 95 % interval of averaged minus last weights in match is
 above -{MARGIN:g}. If they do, the averaged arms decide about their `train_clips`, otherwise the others.
-*Not followed, 2026-11-19, with all runs known:* the match is no lower, but the recipes keep the last weights. The rule
-overlooked that averages show a gain later, by a fifth of a run ([results](results_3.md)). `train_clips` is decided
-alike either way.
+*Not followed, 2026-11-19, with all of these runs known:* the match is no lower, but the recipes keep the last weights.
+The lag was known, but the rule gives it no weight; with no gain measured, it decided ([results](results_3.md)).
+`train_clips` is decided alike either way.
 
 **Decisions about samplers.** Samplers are compared with *{TODAYS_SAMPLER}*, guided ones with *{GUIDED_SAMPLER}*. They
 and the points of `variety` start from *{TODAY}*, as the recipes do since {ADDED_AFTER} runs of `clips` are known;

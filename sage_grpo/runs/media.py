@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from sage_grpo.files.foreign import new_name
 from sage_grpo.files.json_files import naming, printable
 
 LOSSLESS = 5  # x264's constant rate factor: nearly lossless
@@ -27,12 +29,15 @@ FONT_SIZE = 13
 
 
 def write_mp4(path: Path, clip: Tensor, fps: float, crf: int = LOSSLESS) -> None:
-    """Write H.264, near-lossless by default. crf: x264's constant rate factor, larger for smaller files.
+    """Write H.264, near-lossless by default; a file of that name is replaced once the new one is complete.
 
     Tiny clips are magnified: players and chroma subsampling need some pixels.
+    crf: x264's constant rate factor, larger for smaller files.
     """
     from imageio_ffmpeg import get_ffmpeg_exe  # not needed by runs without videos
 
+    if clip.dtype != torch.uint8 or clip.shape[3:] != (3,) or not len(clip):
+        raise ValueError(f"{path}: a clip is uint8 (F, H, W, 3), not {clip.dtype} {(*clip.shape,)}")
     is_tiny = min(clip.shape[1:3]) < 128
     frames = np.ascontiguousarray(magnified(clip, MIN_VIDEO if is_tiny else 1))
     height, width = frames.shape[1:3]
@@ -43,19 +48,27 @@ def write_mp4(path: Path, clip: Tensor, fps: float, crf: int = LOSSLESS) -> None
     if height % 2 or width % 2:  # chroma needs even sides
         command += ["-vf", f"scale={width + width % 2}:{height + height % 2}"]
 
-    # In a process group of its own, so that Ctrl-C, which stops a run in an orderly way, does not cut a video off. A
-    # preexec_fn, as in imageio, would make Python fork this process with all of its memory.
-    ended = subprocess.run(
-        [*command, f"file:{path}"],
-        input=memoryview(frames).cast("B"),
-        capture_output=True,
-        process_group=0,
-        check=False,
-    )
-    if ended.returncode or not path.is_file() or not path.stat().st_size:
-        path.unlink(missing_ok=True)
-        reason = ended.stderr.decode(errors="replace").strip() or "is the disk full?"
-        raise OSError(f"{path} could not be written: {printable(reason)}")
+    draft = new_name(path)
+    try:
+        # In a process group of its own, so that Ctrl-C, which stops a run in an orderly way, does not cut a video off.
+        # A preexec_fn, as in imageio, would make Python fork this process with all of its memory.
+        ended = subprocess.run(
+            [*command, "-f", "mp4", f"file:{draft}"],
+            input=memoryview(frames).cast("B"),
+            capture_output=True,
+            process_group=0,
+            check=False,
+        )
+        if ended.returncode:
+            said = ended.stderr.decode(errors="replace").strip() or f"exit code {ended.returncode}"
+            raise OSError(f"{path} could not be written by ffmpeg: {printable(said)}")
+        if not draft.stat().st_size:  # ffmpeg fails silently
+            raise OSError(f"{path} could not be written; is the disk full?")
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def read_mp4(path: Path) -> tuple[Tensor, float]:

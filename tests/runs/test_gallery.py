@@ -42,9 +42,7 @@ def test_clips_are_shrunk_and_thinned():
 @pytest.fixture
 def unrendered(monkeypatch):
     """Videos without ffmpeg."""
-    monkeypatch.setattr(
-        gallery, "write_mp4", lambda path, clip, fps, quality: path.write_bytes(b"mp4")
-    )
+    monkeypatch.setattr(gallery, "write_mp4", lambda path, clip, fps, crf: path.write_bytes(b"mp4"))
 
 
 CLIPS = [torch.zeros(2, 16, 16, 3, dtype=torch.uint8)] * 2

@@ -9,6 +9,7 @@ import torch
 from imageio_ffmpeg import get_ffmpeg_exe
 from PIL import Image, ImageFont
 
+from sage_grpo.runs import media
 from sage_grpo.runs.media import (
     GAP,
     LABEL_HEIGHT,
@@ -57,17 +58,36 @@ def test_a_magnified_clip_is_reduced_to_its_own_size(tmp_path):
         assert reduced(video, height, width) is video
 
 
-def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path):
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
     (clip,) = clips(1)
-    mp4 = tmp_path / "a.mp4"
+    draft = tmp_path / "draft"
     png = tmp_path / "a.png"
-    for path in (mp4, png):
+    monkeypatch.setattr(media, "new_name", lambda path: draft)
+    for path in (draft, png):
         path.symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"a\.mp4"):
-        write_mp4(mp4, clip[:1], fps=8)
+        write_mp4(tmp_path / "a.mp4", clip[:1], fps=8)
     with pytest.raises(OSError, match="No space left"):
         contact_sheet(png, [thumbnails(clip)], ["a clip"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_video_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
+    (clip,) = clips(1)
+    write_mp4(tmp_path / "a.mp4", clip, fps=8)
+    complete = (tmp_path / "a.mp4").read_bytes()
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "false")
+    with pytest.raises(OSError, match=r"a\.mp4 could not be written by ffmpeg: exit code 1"):
+        write_mp4(tmp_path / "a.mp4", clip, fps=8)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [complete]
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(4, 32, 32, 3), clips(1)[0][..., :1], clips(1)[0][:0]]
+)
+def test_what_is_no_clip_is_refused(tmp_path, wrong):
+    with pytest.raises(ValueError, match="a clip is uint8"):
+        write_mp4(tmp_path / "a.mp4", wrong, fps=8)
 
 
 def test_larger_clips_keep_their_size(tmp_path):
@@ -145,5 +165,7 @@ def test_a_name_with_a_colon_is_a_file_and_not_a_protocol(tmp_path, monkeypatch)
 
 
 def test_the_encoder_says_why(tmp_path):
-    with pytest.raises(OSError, match=r"nowhere/a\.mp4 could not be written: .*No such file"):
+    with pytest.raises(
+        OSError, match=r"nowhere/a\.mp4 could not be written by ffmpeg: .*No such file"
+    ):
         write_mp4(tmp_path / "nowhere" / "a.mp4", clips(1)[0], fps=8)

@@ -35,7 +35,7 @@ def run(made, tmp_path, monkeypatch):
     """A copy of that run, with two pairs of rollouts."""
     folder = shutil.copytree(made, tmp_path / "runs" / "mine")
     monkeypatch.setattr(
-        gallery, "write_mp4", lambda path, clip, fps, quality: path.write_bytes(b"video of a pair")
+        gallery, "write_mp4", lambda path, clip, fps, crf: path.write_bytes(b"video of a pair")
     )
     pairs = Gallery(folder, 9)
     for step in (4, 8):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
@@ -85,8 +86,9 @@ def test_the_table_of_trained_clips_is_that_of_the_records():
     base = arms["nft, all of 8"]
     for share, _, *told, ratio, variety in rows:
         runs = arms[f"nft, {share}"]
-        _, means, halves = readme_figures.match_curve(runs)
-        matches = [f"{means[eighth]:.2f}" for eighth in (1, 2, 4)]
+        spent, means, halves = readme_figures.match_curve(runs)
+        parts = spent[-1] * np.array([1 / 8, 1 / 4, 1 / 2])
+        matches = [f"{match:.2f}" for match in np.interp(parts, spent, means)]
         assert told == [*matches, f"{means[8]:.2f} ± {halves[8]:.2f}"], share
         assert ratio.split(",")[0] == ("1" if runs is base else told_ratio(runs, base))
         assert variety == with_half(mean_of(runs, end_spread), 2)
