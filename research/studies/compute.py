@@ -4,10 +4,11 @@ A unit is one forward of one clip at full size. `research.studies.second_edition
 this.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -61,7 +62,13 @@ def units(config: Config) -> float:
 
 def per_iteration(record: Record) -> float:
     """Units of one iteration of a run."""
-    config = from_values(record["config"])
+    return _per_iteration(json.dumps(record["config"]))
+
+
+@cache
+def _per_iteration(flags: str) -> float:
+    """Of a record's flags, as JSON. Kept: pages ask for the same runs thousands of times, and a plan takes milliseconds."""
+    config = from_values(json.loads(flags))
     return units(config) * config.batch_size
 
 
