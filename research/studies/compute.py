@@ -67,7 +67,7 @@ def per_iteration(record: Record) -> float:
 
 @cache
 def _per_iteration(flags: str) -> float:
-    """Of a record's flags, as JSON. Kept: pages ask for the same runs thousands of times, and a plan takes milliseconds."""
+    """Of a record's flags, as JSON. Kept: pages ask for the same runs thousands of times, a plan takes milliseconds."""
     config = from_values(json.loads(flags))
     return units(config) * config.batch_size
 
