@@ -29,6 +29,7 @@ from sage_grpo.models.backbone import Sampling
 from sage_grpo.models.registry import BACKBONES
 from sage_grpo.parallel.ranks import Ranks
 from sage_grpo.train.build import build_trainer
+from sage_grpo.worlds.shapes import world as shapes
 from tests.dist import fork_server
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
 from tests.smallest_run import PIPELINE, QUICK, TRIVIAL, smallest_run, write_trivial_model
@@ -52,6 +53,12 @@ def same_kernels():
     before = torch.backends.mkldnn.enabled
     yield
     torch.backends.mkldnn.set_flags(before)
+
+
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch):
+    """What the VAE alone costs is measured on few clips: otherwise it takes every run on shapes a second or more."""
+    monkeypatch.setattr(shapes, "FLOOR_CLIPS", 2)
 
 
 @pytest.fixture(scope="session")

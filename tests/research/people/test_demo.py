@@ -1,6 +1,8 @@
 """The end of the demo: from the files that its stages leave to the results and the page that tells the story."""
 
 import json
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -109,7 +111,7 @@ def test_the_whole_loop_from_the_first_label_to_the_page(tmp_path, monkeypatch):
     recipe.write_text(yaml.safe_dump(read_yaml(str(demo.ROOT / demo.RECIPE)) | SMALL_BATCH))
     monkeypatch.setattr(demo, "RECIPE", str(recipe))
     monkeypatch.setattr(demo, "tool", lambda *words: prefer.main([*words, "--even_if_worse"]))
-    monkeypatch.setattr(demo.subprocess, "run", run_here)
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run_here}))
     monkeypatch.setattr(limits, "NUM_DRAWN", 2)
     demo.main(["--output", str(tmp_path), "--record", str(tmp_path / "record.json")])
     (record,) = json.loads((tmp_path / "record.json").read_text())["seeds"]
@@ -126,8 +128,7 @@ def test_stages_that_are_done_are_not_repeated(loop, monkeypatch):
     def forbidden(*words, **kwargs):
         raise AssertionError(words)
 
-    monkeypatch.setattr(demo.subprocess, "run", forbidden)
-    monkeypatch.setattr(demo.subprocess, "Popen", forbidden)
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=forbidden, Popen=forbidden))
     monkeypatch.setattr(demo, "PAIRS", 8)
     monkeypatch.setattr(demo, "round", lambda value: 0, raising=False)
     loop.teach()

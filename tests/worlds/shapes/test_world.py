@@ -7,8 +7,9 @@ from PIL import Image
 from sage_grpo.data.images import read_image
 from sage_grpo.data.requests import Request
 from sage_grpo.models.hunyuan15.backbone import Hunyuan15
+from sage_grpo.worlds.shapes import world as shapes
 from sage_grpo.worlds.shapes.oracle import read
-from sage_grpo.worlds.shapes.world import FLOOR_CLIPS, ShapesWorld, round_trip
+from sage_grpo.worlds.shapes.world import ShapesWorld, round_trip
 
 PROMPTS = [
     "a large red circle moving left on a black background",
@@ -93,7 +94,7 @@ def test_the_floor_is_the_mean_distance_after_the_vae(tiny_folder):
     """Slow: encodes, decodes and reads clips of the whole world."""
     backbone = Hunyuan15(tiny_folder)
     world = ShapesWorld()
-    _, decoded, sentences = round_trip(backbone, FLOOR_CLIPS)
+    _, decoded, sentences = round_trip(backbone, shapes.FLOOR_CLIPS)
     expected = world.gold(decoded, requests(sentences))["distance"].mean().item()
     assert world.vae_floor(backbone) == {"distance": expected}
     assert expected > 0.05  # the VAE is untrained
