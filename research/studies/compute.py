@@ -67,7 +67,10 @@ def per_iteration(record: Record) -> float:
 
 @cache
 def _per_iteration(flags: str) -> float:
-    """Of a record's flags, as JSON. Kept: pages ask for the same runs thousands of times, a plan takes milliseconds."""
+    """`per_iteration`, of a record's flags as JSON.
+
+    Cached, because a plan takes milliseconds and a page asks for the same runs thousands of times.
+    """
     config = from_values(json.loads(flags))
     return units(config) * config.batch_size
 

@@ -12,7 +12,6 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from sage_grpo.files.foreign import new_name
 from sage_grpo.files.json_files import naming, printable
 
 LOSSLESS = 5  # x264's constant rate factor: nearly lossless
@@ -48,7 +47,8 @@ def write_mp4(path: Path, clip: Tensor, fps: float, crf: int = LOSSLESS) -> None
     if height % 2 or width % 2:  # chroma needs even sides
         command += ["-vf", f"scale={width + width % 2}:{height + height % 2}"]
 
-    draft = new_name(path)
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.unlink(missing_ok=True)  # left by a killed run, or a link, which is not followed
     try:
         # In a process group of its own, so that Ctrl-C, which stops a run in an orderly way, does not cut a video off.
         # A preexec_fn, as in imageio, would make Python fork this process with all of its memory.
@@ -62,8 +62,6 @@ def write_mp4(path: Path, clip: Tensor, fps: float, crf: int = LOSSLESS) -> None
         if ended.returncode:
             said = ended.stderr.decode(errors="replace").strip() or f"exit code {ended.returncode}"
             raise OSError(f"{path} could not be written by ffmpeg: {printable(said)}")
-        if not draft.stat().st_size:  # ffmpeg fails silently
-            raise OSError(f"{path} could not be written; is the disk full?")
         draft.replace(path)
     except BaseException:
         with suppress(OSError):

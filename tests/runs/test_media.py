@@ -9,7 +9,6 @@ import torch
 from imageio_ffmpeg import get_ffmpeg_exe
 from PIL import Image, ImageFont
 
-from sage_grpo.runs import media
 from sage_grpo.runs.media import (
     GAP,
     LABEL_HEIGHT,
@@ -23,6 +22,7 @@ from sage_grpo.runs.media import (
     write_mp4,
 )
 from sage_grpo.worlds.shapes.scenes import render, sample_scenes
+from tests.disks import fill, small_disk
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -58,18 +58,25 @@ def test_a_magnified_clip_is_reduced_to_its_own_size(tmp_path):
         assert reduced(video, height, width) is video
 
 
-def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path):
     (clip,) = clips(1)
-    draft = tmp_path / "draft"
-    png = tmp_path / "a.png"
-    monkeypatch.setattr(media, "new_name", lambda path: draft)
-    for path in (draft, png):
-        path.symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"a\.mp4"):
-        write_mp4(tmp_path / "a.mp4", clip[:1], fps=8)
-    with pytest.raises(OSError, match="No space left"):
-        contact_sheet(png, [thumbnails(clip)], ["a clip"])
-    assert not list(tmp_path.iterdir())
+    disk = tmp_path / "disk"
+    with small_disk(disk, megabytes=1):
+        fill(disk / "rest", leave=1000)
+        with pytest.raises(OSError, match=r"a\.mp4 could not be written.*No space left"):
+            write_mp4(disk / "a.mp4", clip, fps=8)
+        with pytest.raises(OSError, match="No space left"):
+            contact_sheet(disk / "a.png", [thumbnails(clip)], ["a clip"])
+        assert [path.name for path in disk.iterdir()] == ["rest"]
+
+
+def test_a_draft_is_not_written_through_a_link(tmp_path):
+    """A run folder may come from somebody else, or from a run that was killed."""
+    (tmp_path / "user's").write_text("kept")
+    (tmp_path / "a.mp4.tmp").symlink_to(tmp_path / "user's")
+    write_mp4(tmp_path / "a.mp4", clips(1)[0], fps=8)
+    assert (tmp_path / "user's").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.mp4", "user's"]
 
 
 def test_a_video_that_fails_leaves_the_one_before(tmp_path, monkeypatch):

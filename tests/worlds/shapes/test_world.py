@@ -91,7 +91,7 @@ def test_round_trip_pairs_clips_with_what_the_vae_makes_of_them(tiny_folder):
 
 @pytest.mark.slow
 def test_the_floor_is_the_mean_distance_after_the_vae(tiny_folder):
-    """Slow: encodes, decodes and reads clips of the whole world."""
+    """Slow: encodes, decodes and reads clips."""
     backbone = Hunyuan15(tiny_folder)
     world = ShapesWorld()
     _, decoded, sentences = round_trip(backbone, shapes.FLOOR_CLIPS)
