@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from sage_grpo.files.foreign import new_name
 from sage_grpo.files.json_files import naming, printable
 
 LOSSLESS = 5  # x264's constant rate factor: nearly lossless
@@ -47,8 +48,7 @@ def write_mp4(path: Path, clip: Tensor, fps: float, crf: int = LOSSLESS) -> None
     if height % 2 or width % 2:  # chroma needs even sides
         command += ["-vf", f"scale={width + width % 2}:{height + height % 2}"]
 
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.unlink(missing_ok=True)  # left by a killed run, or a link, which is not followed
+    draft = new_name(path)
     try:
         # In a process group of its own, so that Ctrl-C, which stops a run in an orderly way, does not cut a video off.
         # A preexec_fn, as in imageio, would make Python fork this process with all of its memory.

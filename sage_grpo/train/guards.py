@@ -57,6 +57,9 @@ class Guards:
         self.listening = False
         self.signalled = math.inf  # when a signal arrived
 
+        self.failing = threading.Lock()  # a hang and the error it causes may come at once
+        self.failed = False
+
     def note(self, phase: str) -> None:
         self.phase = phase
         self.events.append((time.time(), self.step, phase))
@@ -89,6 +92,7 @@ class Guards:
         If training has to stop, a checkpoint that is being written is waited for: `finish_writing(True)`.
         """
         self.step = step
+        self.failed = False
         self.listening = True
         self.report("running")
         self.beat()
@@ -132,7 +136,8 @@ class Guards:
             if idle > self.timeout:
                 where = f"iteration {self.step + 1}, {self.phase}"
                 text = f"{where}: no progress for {idle:.0f} s (collective_timeout)"
-                self._fail(text)
+                if not self._fail(text):
+                    return  # the main thread ends this process, with an error
                 line = f"post_train.py: rank {self.ranks.world_rank}: {text}"
                 print(line, file=sys.stderr, flush=True)
                 os._exit(FAILED)
@@ -144,8 +149,16 @@ class Guards:
         first = str(error).partition("\n")[0]
         return f"iteration {self.step + 1}, {self.phase}: a rank died or the process group failed ({first})"
 
-    def _fail(self, message: str, trace: Sequence[str] = ()) -> None:
-        """Write this rank's flight record and the status."""
+    def _fail(self, message: str, trace: Sequence[str] = ()) -> bool:
+        """Write this rank's flight record and the status; False if an earlier failure has written them."""
+        with self.failing:
+            if self.failed:
+                return False
+            self._write_failure(message, trace)
+            self.failed = True
+            return True
+
+    def _write_failure(self, message: str, trace: Sequence[str]) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {
             names.get(ident, str(ident)): traceback.format_stack(frame)

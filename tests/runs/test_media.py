@@ -70,13 +70,14 @@ def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path):
         assert [path.name for path in disk.iterdir()] == ["rest"]
 
 
-def test_a_draft_is_not_written_through_a_link(tmp_path):
-    """A run folder may come from somebody else, or from a run that was killed."""
+def test_a_video_is_not_written_through_a_link(tmp_path):
+    """A run folder may come from somebody else."""
     (tmp_path / "user's").write_text("kept")
-    (tmp_path / "a.mp4.tmp").symlink_to(tmp_path / "user's")
+    (tmp_path / "a.mp4").symlink_to(tmp_path / "user's")
     write_mp4(tmp_path / "a.mp4", clips(1)[0], fps=8)
     assert (tmp_path / "user's").read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.mp4", "user's"]
+    assert not (tmp_path / "a.mp4").is_symlink()
 
 
 def test_a_video_that_fails_leaves_the_one_before(tmp_path, monkeypatch):

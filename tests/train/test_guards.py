@@ -185,6 +185,33 @@ def test_a_process_in_which_nothing_moves_ends_itself(tmp_path):
     assert json.loads((tmp_path / "status.json").read_text())["message"] == record["message"]
 
 
+def torn(folder):
+    """The error reaches the main thread while the hang that causes it is being written."""
+    watched = alone(folder, timeout=0.1)
+    begun, write = threading.Event(), guards.write_json
+
+    def the_first_slowly(*what):
+        write(*what)
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.5)
+
+    guards.write_json = the_first_slowly
+    with watched.watching(0, lambda: None):
+        begun.wait(60)
+        raise RuntimeError("gloo: timed out")
+
+
+def test_a_hang_and_the_error_it_causes_tell_one_story(tmp_path):
+    process = CONTEXT.Process(target=torn, args=(tmp_path,))
+    process.start()
+    process.join(300)
+    assert process.exitcode == guards.FAILED
+    record = json.loads((tmp_path / "flight" / "rank-00000.json").read_text())
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert record["message"] == status["message"] and "collective_timeout" in status["message"]
+
+
 class Broken(ShapesReward):
     """Fails for the first `bad` clips of each call, in the way that `how` says."""
 
