@@ -19,7 +19,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 CONTEXT = multiprocessing.get_context("forkserver")
 PACKAGES = ("sage_grpo.train.build", "sage_grpo.worlds.shapes.reward", "torch.testing")
 CONTEXT.set_forkserver_preload(
-    [*PACKAGES, "tests.smallest_run", "tests.trivial_backbone", "tests.warm"]
+    [
+        *PACKAGES,
+        "tests.narrow_glyphs",
+        "tests.smallest_run",
+        "tests.trivial_backbone",
+        "tests.warm",
+    ]
 )
 PATIENCE = 120  # seconds
 

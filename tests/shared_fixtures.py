@@ -32,6 +32,7 @@ from sage_grpo.train.build import build_trainer
 from sage_grpo.worlds.shapes import world as shapes
 from tests.dist import fork_server
 from tests.models.hunyuan15.tencent_folder import write_tencent_folder
+from tests.narrow_glyphs import GLYPH_DIM
 from tests.smallest_run import PIPELINE, QUICK, TRIVIAL, smallest_run, write_trivial_model
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -85,12 +86,19 @@ def made_once(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_folder(made_once):
-    """Read-only: copy it before changing a file."""
-    return made_once("tiny", write_tiny)
+    """Of processes that know `narrow_glyphs`. Read-only: copy it before changing a file."""
+    return made_once("tiny", lambda folder: write_tiny(folder, GLYPH_DIM))
 
 
-def write_tiny(folder):
-    pipe = build_tiny(0, WORDS, TinyConfig(rope=(4, 6, 6), layers=2, latent_channels=8))
+@pytest.fixture(scope="session")
+def program_folder(made_once):
+    """`tiny_folder` for programs in processes of their own. Read-only: copy it before changing a file."""
+    return made_once("tiny_of_programs", lambda folder: write_tiny(folder, TinyConfig.glyph_dim))
+
+
+def write_tiny(folder, glyph_dim):
+    config = TinyConfig(rope=(4, 6, 6), layers=2, latent_channels=8, glyph_dim=glyph_dim)
+    pipe = build_tiny(0, WORDS, config)
     pipe.vae.register_to_config(
         scaling_factor=0.4
     )  # far from 1, so that a missing or doubled scaling shows

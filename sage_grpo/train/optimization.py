@@ -51,7 +51,10 @@ class Optimization:
     def _wide_copy(self) -> dict[str, Tensor]:
         """The parameters, at least in fp32: in bf16 an average never moves by less than a rounding step."""
         return {
-            name: parameter.detach().to(_wide(parameter.dtype), copy=True)
+            name: shard_like(
+                parameter,
+                local_shard(parameter).detach().to(_wide(parameter.dtype), copy=True),
+            )
             for name, parameter in self.parameters.items()
         }
 
@@ -65,8 +68,13 @@ class Optimization:
 
     def clip(self) -> float:
         """Clip the gradient; returns its norm before clipping."""
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm)
-        return full_tensor(norm).item()
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = full_tensor(nn.utils.get_total_norm(gradients))
+        factor = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        # by shards: of sharded tensors torch would first plan each product, which takes seconds for a hundred
+        for gradient in gradients:
+            local_shard(gradient).mul_(factor)
+        return norm.item()
 
     def rms(self, grad_norm: float) -> float:
         """RMS over all trained parameters of a gradient that had this norm before it was clipped."""

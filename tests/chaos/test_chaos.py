@@ -154,30 +154,15 @@ def test_a_fault_has_its_promises(kind, seen, wrong):
 
 @pytest.mark.slow
 def test_a_short_campaign(tmp_path, monkeypatch, capfd):
-    """One rank, because starts take half of the time; `make chaos` uses two, and all kinds.
+    """One fault and one rank, because starts take nearly all of the time; `make chaos` has two, and all kinds.
 
-    Slow: real torchrun and restarts; tests/train/test_faults.py and tests/runs/test_lock.py test each fault alone.
+    Slow: real torchrun and a restart; tests/train/test_faults.py and tests/runs/test_lock.py test each fault alone.
     """
     monkeypatch.setenv(TOKEN_VARIABLE, "the script makes its own")
     monkeypatch.setattr(chaos, "STEPS_PER_FAULT", 3)
-    kinds = ["damage", "two_starts"]
-    flags = [
-        "--faults",
-        "2",
-        "--seed",
-        "24",
-        "--ranks",
-        "1",
-        "--output",
-        str(tmp_path / "out"),
-        "--kinds",
-        *kinds,
-    ]
-    assert chaos.main(flags) == 0, capfd.readouterr().out
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {outcome["fault"].split()[0] for outcome in results["outcomes"]} == set(kinds)
-    assert all(
-        outcome["resumed"] is not None or "went on" in outcome["ended"]
-        for outcome in results["outcomes"]
-    )
-    assert capfd.readouterr().out.count("| yes |") == len(kinds)
+    flags = ["--faults", "1", "--kinds", "damage", "--seed", "24", "--ranks", "1"]
+    output = tmp_path / "out"
+    assert chaos.main([*flags, "--output", str(output)]) == 0, capfd.readouterr().out
+    [outcome] = json.loads((output / "results.json").read_text())["outcomes"]
+    assert outcome["fault"].startswith("damage") and outcome["resumed"] is not None
+    assert capfd.readouterr().out.count("| yes |") == 1

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 @pytest.fixture
-def settings(tiny_folder, tmp_path):
+def settings(program_folder, tmp_path):
     prompts, config = tmp_path / "prompts.txt", tmp_path / "config.yaml"
     prompts.write_text("a red circle moving left\na green square moving right\n")
     flags = {
-        "pretrained_model_root": tiny_folder, "train_prompts": [str(prompts)], "validation_prompts": [str(prompts)],
+        "pretrained_model_root": program_folder, "train_prompts": [str(prompts)], "validation_prompts": [str(prompts)],
         "reward_model": "shapes", "batch_size": 2, "num_generations": 2, "num_sampling_steps": 2, "num_frames": 5,
         "height": 16, "width": 16,
         "guidance_scale": 1.0, "max_steps": STEPS, "save_interval": 1, "keep_checkpoints": STEPS, "report_to": "none",

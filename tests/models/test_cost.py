@@ -6,6 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_grpo.models.registry import open_backbone
+from tests.narrow_glyphs import GLYPH_DIM
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_operations_are_those_that_torch_counts(tiny_folder):
         FlopCounterMode(depth=None, display=False) as counter,
         torch.no_grad(),
     ):
-        backbone.transformer(x, torch.tensor([500.0]), text, torch.zeros(1, 0, 16))
+        backbone.transformer(x, torch.tensor([500.0]), text, torch.zeros(1, 0, GLYPH_DIM))
     counted = sum(
         sum(counts.values())
         for name, counts in counter.get_flop_counts().items()

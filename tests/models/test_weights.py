@@ -74,7 +74,7 @@ def test_shards_have_the_usual_names_and_an_index(tmp_path, tensors):
 
 def test_a_sharded_transformer_is_what_diffusers_loads(tiny_folder, tmp_path):
     weights = ModelFolder(tiny_folder).weights("transformer")
-    save_weights(tmp_path, ((name, weights.read(name)) for name in weights.names), 1e6)
+    save_weights(tmp_path, ((name, weights.read(name)) for name in weights.names), 3e5)
     shutil.copy(tiny_folder / "transformer" / "config.json", tmp_path)
     stock = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path).state_dict()
     assert len(list(tmp_path.glob("*.safetensors"))) > 3

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from sage_grpo.models.hunyuan15.transformer import PackedTransformer
 from sage_grpo.parallel.ulysses import Shares, part_sizes
 from tests.dist import run_ranks
+from tests.narrow_glyphs import GLYPH_DIM
 from tests.smallest_run import slow
 
 GRID = (3, 5, 3)  # 45 video tokens: no multiple of 2 or 4
@@ -26,7 +27,7 @@ def spread(ranks, folder, text_tokens, glyph_tokens, recomputed):
     x = draw(2, 17, *GRID, seed=1)
     timestep = torch.tensor([978.26, 31.5])
     text = draw(1, text_tokens, 64, seed=2)
-    glyph = draw(1, glyph_tokens, 16, seed=3)
+    glyph = draw(1, glyph_tokens, GLYPH_DIM, seed=3)
     velocity = model(x, timestep, text, glyph)
     (velocity * draw(*velocity.shape, seed=5)).sum().backward()
     ranks.sum_gradients(model.parameters())
@@ -94,7 +95,7 @@ def compiled(ranks, folder, wanted):
     model.prepare_blocks(recomputed=1.0, keep_attention=True, compiled=wanted)
     x = draw(1, 17, *GRID, seed=1)
     timestep = torch.tensor([500.0])
-    glyph = draw(1, 0, 16, seed=3)
+    glyph = draw(1, 0, GLYPH_DIM, seed=3)
     pairs = []
     for length in (7, 5, 6):
         text = draw(1, length, 64, seed=length)

@@ -124,6 +124,7 @@ def test_a_missing_file_is_one_sentence(encode, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_post_train_then_loads_no_encoder(encode, prompts, loads, tiny_folder, tmp_path):
     """Slow: trains from the encoded prompts; their tensors are compared in `make test`."""
     encode(*prompts)

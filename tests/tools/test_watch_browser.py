@@ -52,12 +52,12 @@ def wait_for(browser, script):
 # selenium leaves the pipes and sockets of its driver process to the garbage collector
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_browser_follows_a_run_by_itself(browser, tiny_folder, tmp_path):
+def test_a_browser_follows_a_run_by_itself(browser, program_folder, tmp_path):
     """Beyond the tests of server and state: the script draws, loads clips under its policy, and updates while training
     goes on; text of a prompt stays text; a run that vanishes is said. SCREENSHOTS names a folder for pictures.
     """
     flags = smallest_run(
-        tiny_folder,
+        program_folder,
         tmp_path,
         max_steps=6,
         rollout_videos=2,

@@ -226,7 +226,8 @@ def test_another_number_of_ranks_goes_on_from_the_same_state(flags, saved, loade
     """Slow: four ranks, and sequence parallelism, which the trivial model does not have."""
     values = flags | {"use_lora": use_lora, "max_steps": 1, "ema_decay": 0.5}
     values |= {
-        "optimizer": "adamw" if use_lora else "muon",
+        # across replicas Muon takes seconds to plan its products
+        "optimizer": "muon" if loaded == "fsdp2" else "adamw",
         "num_generations": 4,
         "num_sampling_steps": 2,
     }

@@ -34,6 +34,7 @@ def words(i2v_folder, pictures, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_every_program_takes_the_folder(words, i2v_folder, pictures, tmp_path, capsys):
     """Slow: whole programs; test_image.py compares their parts with stock."""
     # training

@@ -15,6 +15,7 @@ from sage_grpo.parallel.fsdp import shard
 from sage_grpo.train.optimization import trainable_parameters
 from tests.dist import run_ranks
 from tests.models.kernels import CountedKernels
+from tests.narrow_glyphs import GLYPH_DIM
 from tests.smallest_run import slow
 
 TEXT_LEN = 7
@@ -55,7 +56,7 @@ def inputs(batch, glyph_len, per_clip=False, grid=(2, 4, 4)):
         draw(batch, 17, *grid),
         timestep,
         draw(1, TEXT_LEN, 64, seed=2),
-        draw(1, glyph_len, 16, seed=3),
+        draw(1, glyph_len, GLYPH_DIM, seed=3),
     )
 
 
@@ -99,7 +100,7 @@ def test_spatial_patches_are_put_back_in_order():
     torch.manual_seed(0)
     stock = HunyuanVideo15Transformer3DModel(
         in_channels=17, out_channels=8, num_attention_heads=2, attention_head_dim=12, num_layers=1, patch_size=2,
-        patch_size_t=2, text_embed_dim=64, text_embed_2_dim=16, image_embed_dim=16, rope_axes_dim=(4, 4, 4),
+        patch_size_t=2, text_embed_dim=64, text_embed_2_dim=GLYPH_DIM, image_embed_dim=16, rope_axes_dim=(4, 4, 4),
     ).double()  # fmt: skip
     packed = PackedTransformer.from_config(stock.config).double()
     packed.load_state_dict(stock.state_dict())

@@ -57,6 +57,7 @@ def words(folder, kind, pictures, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("kind, tokens", [("ti2v", 2), ("a14b", 8), ("animating", 8)])
 def test_every_program_takes_the_folder(words, folder, kind, tokens, pictures, tmp_path, capsys):
     """Slow: whole programs; the tests of the backbone compare their parts with stock."""
@@ -100,6 +101,7 @@ def test_every_program_takes_the_folder(words, folder, kind, tokens, pictures, t
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_an_exported_adapter_is_merged_into_a_stock_transformer(words, wan_folder, tmp_path):
     """Slow: trains and exports; test_lora.py loads adapters in stock classes."""
     assert post_train.main(words) == 0

@@ -24,15 +24,15 @@ NUMBERS = ("steps", "curves", "validation", "per_step", "collapsed")
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny_folder, made_once):
+def recipe(program_folder, made_once):
     """A recipe that runs in seconds."""
-    return made_once("recipe", lambda folder: write_recipe(folder, tiny_folder)) / "recipe.yaml"
+    return made_once("recipe", lambda folder: write_recipe(folder, program_folder)) / "recipe.yaml"
 
 
-def write_recipe(folder, tiny_folder):
+def write_recipe(folder, program_folder):
     (folder / "prompts.txt").write_text("a red circle moving left\na green square moving right\n")
     flags = {
-        "pretrained_model_root": str(tiny_folder), "train_prompts": [str(folder / "prompts.txt")],
+        "pretrained_model_root": str(program_folder), "train_prompts": [str(folder / "prompts.txt")],
         "validation_prompts": [str(folder / "prompts.txt")], "batch_size": 4, "num_generations": 2, "max_steps": 8,
         "num_sampling_steps": 2, "num_frames": 5, "height": 16, "width": 16, "guidance_scale": 1.0,
         "validation_num_inference_steps": 2, "validate_video_length": 5,

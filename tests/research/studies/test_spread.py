@@ -98,18 +98,21 @@ def test_clips_depend_on_prompt_and_number_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_ends_with_its_spread(tmp_path, monkeypatch):
     """Slow: a real run; the measure is tested with numbers."""
     monkeypatch.setattr(spread, "CLIPS", 2)
     monkeypatch.setattr(spread, "open_prompts", lambda: open_prompts(2))
     run = tmp_path / "run.json"
-    run.write_text(json.dumps(FLAGS | {"output_dir": str(tmp_path / "run")}))
+    small = {"num_frames": 5, "height": 24, "width": 24}
+    flags = FLAGS | small | {"validation_fixed_size": "24x24", "output_dir": str(tmp_path / "run")}
+    run.write_text(json.dumps(flags))
     assert train_and_measure(["--config", str(run)], ["spread"]) == 0
     found = json.loads((tmp_path / "run" / "spread.json").read_text())
     assert found.keys() == {"base", "end"} and found["base"] != found["end"]
-    assert finite(measure(from_values(FLAGS | {"output_dir": str(tmp_path / "run")}))) == found
+    assert finite(measure(from_values(flags))) == found
     with pytest.raises(ConfigError, match="has no checkpoint of its last iteration"):
-        measure(from_values(FLAGS | {"output_dir": str(tmp_path), "max_steps": 3}))
+        measure(from_values(flags | {"output_dir": str(tmp_path), "max_steps": 3}))
 
 
 def test_the_table_tells_which_methods_narrow_the_spread():

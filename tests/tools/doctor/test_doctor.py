@@ -30,6 +30,7 @@ LIGHT = {
     "num_sampling_steps": 2, "batch_size": 2, "num_generations": 2, "guidance_scale": 1,
     "enable_gradient_checkpointing": False, "reward_model": "shapes",
 }  # fmt: skip
+SMALL = {"num_frames": 5, "height": 24, "width": 24}
 
 
 class Doctor:
@@ -84,23 +85,21 @@ def embedded_doctor(quick, tmp_path, capsys):
     return Doctor(TINY, tmp_path, capsys)
 
 
-@pytest.mark.parametrize(
-    "fixture, reward", [("run_doctor", "shapes"), slow("embedded_doctor", "videoalign")]
-)
-def test_all_is_well(request, fixture, reward):
-    """Slow: the embedded model with its learned reward."""
-    run_doctor = request.getfixturevalue(fixture)
-    assert run_doctor("--prompts", "2", "--clips", "2", eta=0.3, reward_model=reward) == 0
+CHECKS = {
+    "config", "batch", "layout", "prompts", "vae", "reward", "noise", "noise 0", "ratio", "gradients", "balance",
+    "samplers",
+}  # fmt: skip
+CHECKS_OF_THE_MODEL = {"sampling", "latents", "damage"}  # which needs trained weights
+
+
+def test_all_is_well(run_doctor):
+    assert run_doctor("--prompts", "2", "--clips", "2", eta=0.3) == 0
     assert "All is well" in run_doctor.text and not run_doctor.wrong()
     assert not (run_doctor.folder / "run").exists()
     findings = run_doctor.record["findings"]
-    of_the_model = {"sampling", "latents", "damage"}  # whose weights are random in the quick case
-    assert of_the_model <= {finding["check"] for finding in findings}
+    assert {finding["check"] for finding in findings} >= CHECKS_OF_THE_MODEL
     passed = {finding["check"] for finding in findings if finding["mark"] == "ok"}
-    assert passed - of_the_model == {
-        "config", "batch", "layout", "prompts", "vae", "reward", "noise", "noise 0", "ratio", "gradients", "balance",
-        "samplers",
-    }  # fmt: skip
+    assert passed - CHECKS_OF_THE_MODEL == CHECKS
     batch, few_prompts = run_doctor.findings("batch")
     assert batch["numbers"] == {
         "clips_per_iteration": 2, "ranks": 1, "micro_batches_per_rank": 1, "clips_per_micro_batch": 2,
@@ -127,9 +126,6 @@ def check_comparison(run_doctor: Doctor) -> None:
     assert "* sage_grpo" in run_doctor.text and "prompt_distance" in run_doctor.text
 
 
-SMALL = {"num_frames": 5, "height": 24, "width": 24, "num_sampling_steps": 4}
-
-
 @pytest.fixture
 def uncompared(monkeypatch):
     """The samplers are not compared, which takes most of the time; `test_all_is_well` compares them."""
@@ -138,7 +134,8 @@ def uncompared(monkeypatch):
 
 def asked(doctor: Doctor, check: str, **flags: object) -> list[str]:
     """The marks of a check that samples the embedded model, on few and small clips."""
-    code = doctor("--prompts", "3", "--clips", "3", **SMALL, **flags)
+    flags = SMALL | {"num_sampling_steps": 4} | flags
+    code = doctor("--prompts", "3", "--clips", "3", **flags)
     assert code == 0, doctor.text
     return [finding["mark"] for finding in doctor.findings(check)]
 
@@ -177,7 +174,11 @@ def test_the_model_is_asked_what_a_run_cannot_tell(embedded_doctor, tmp_path):
 @pytest.mark.parametrize("algorithm", ["grpo", "nft"])
 def test_lossy_steps_are_compared_with_exact_ones(embedded_doctor, algorithm):
     """Slow: steps in 8 bits, for which the trivial model is too narrow; the other findings are tested below."""
-    flags = SMALL | {"sde_window": "random:1", "outside_window": "fp8"}
+    flags = SMALL | {
+        "num_sampling_steps": 4,
+        "sde_window": "random:1",
+        "outside_window": "fp8",
+    }
     embedded_doctor("--prompts", "2", "--clips", "2", algorithm=algorithm, **flags)
     (finding,) = embedded_doctor.findings("lossy steps")
     assert 0 < finding["numbers"]["pixels"] < 30 and finding["numbers"]["change"] != 0
@@ -287,8 +288,9 @@ def test_the_demo_is_not_warned_about(embedded_doctor):
     arguments += ["--output_dir", str(embedded_doctor.folder / "run")]
     arguments += ["--output", str(embedded_doctor.output)]
     assert exit_code(doctor.main, arguments) == 0
-    marks = {finding["mark"] for finding in embedded_doctor.record["findings"]}
-    assert marks == {"ok"}
+    findings = embedded_doctor.record["findings"]
+    assert {finding["mark"] for finding in findings} == {"ok"}
+    assert {finding["check"] for finding in findings} == CHECKS | CHECKS_OF_THE_MODEL
 
 
 def expect_wrong(run_doctor: Doctor, check: str, *texts: str, **flags: object) -> None:

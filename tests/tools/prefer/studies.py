@@ -34,11 +34,20 @@ def draw_clip(system: int, number: int):
 
 
 @cache
+def encoded(system: int, number: int) -> bytes:
+    """The mp4 file of a clip, made once for all tests of a process."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "clip.mp4"
+        write_mp4(file, draw_clip(system, number), 8)
+        return file.read_bytes()
+
+
+@cache
 def blinded(system: int, number: int) -> tuple[int, bytes]:
     """A clip as a study has it, made once for all tests: size of the file it comes from, and its bytes."""
     with TemporaryDirectory() as folder:
         source, target = Path(folder) / "source.mp4", Path(folder) / "target.mp4"
-        write_mp4(source, draw_clip(system, number), 8)
+        source.write_bytes(encoded(system, number))
         strip(source, target)
         return source.stat().st_size, target.read_bytes()
 

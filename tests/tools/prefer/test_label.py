@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from sage_grpo.runs.history import RunError
-from sage_grpo.runs.media import write_mp4
 from sage_grpo.tools.gate import build_server
 from sage_grpo.tools.prefer import label as label_module
 from sage_grpo.tools.prefer.__main__ import config_file, main, parse_arguments
@@ -20,7 +19,7 @@ from sage_grpo.tools.prefer.answers import locked_clips, read_answers
 from sage_grpo.tools.prefer.label import open_study
 from sage_grpo.tools.prefer.study import StudyError, clip_path
 from tests.smallest_run import PROMPTS, command_line
-from tests.tools.prefer.studies import SIDE, Browser, draw_clip, new_study
+from tests.tools.prefer.studies import SIDE, Browser, encoded, new_study
 
 # imageio's reader leaves the pipes of its ffmpeg process to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -32,7 +31,7 @@ def write_generated(folder, system, prompts=("a", "b", "c"), numbers=1, **extra)
     for place, prompt in enumerate(prompts):
         for number in range(numbers):
             stem = folder / f"{place:04d}-abcdef-42-{number}"
-            write_mp4(stem.with_suffix(".mp4"), draw_clip(system, place * 10 + number), 8)
+            stem.with_suffix(".mp4").write_bytes(encoded(system, place * 10 + number))
             record = {"prompt": prompt, "seed": 42, "number": number, "height": SIDE, "width": SIDE}
             record["scores"] = {"VQ": float(place * 10 + number**2)}
             stem.with_suffix(".json").write_text(json.dumps(record | extra))

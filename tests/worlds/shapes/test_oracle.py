@@ -22,9 +22,10 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("num_clips", [30, slow(80)])
-def test_exact_on_rendered_clips(num_clips):
+@pytest.mark.parametrize("num_clips, at_a_time", [(30, 64), slow(12, 8)])
+def test_exact_on_rendered_clips(monkeypatch, num_clips, at_a_time):
     """Slow: more clips than are read at a time."""
+    monkeypatch.setattr(oracle, "CHUNK", at_a_time)
     scenes = sample_scenes(num_clips, seeded())
     reading = read(render(scenes, 9, 32, 32), [""] * num_clips)
     for name in ATTRIBUTES:

@@ -48,7 +48,7 @@ def test_the_oracle_as_reward_is_right(clips):
     assert rows["all"]["MQ"] > 0.8  # the truth knows the path; the oracle has to find it
     assert sum(rows[name]["pairs"] for name in rows if name not in ("all", "annotators")) == 24
     assert all(0.5 < rows["annotators"][name] <= 1 for name in SCORES)
-    assert card.word_accuracy(Oracle(), clips, 8.0, 8) == dict.fromkeys(ATTRIBUTES, 1)
+    assert card.word_accuracy(Oracle(), clips, 8.0, 4) == dict.fromkeys(ATTRIBUTES, 1)
 
 
 def test_a_blind_reward_guesses(clips):
