@@ -2,16 +2,20 @@
 
 import numpy as np
 import pytest
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from sage_grpo.intervals import student_95
 from sage_grpo.tools.report.drawing import (
     MANY,
+    MAP,
     Curve,
     draw_curve,
     draw_curves,
     draw_map,
     draw_stack,
+    fit,
+    label_powers,
     log_scale,
     running_mean,
 )
@@ -70,3 +74,42 @@ def test_maps_and_stacks_of_one_iteration_have_whole_numbers_on_their_axes(axes)
     draw_stack(stack, np.array([8.0]), {"rollout": np.array([2.0]), "update": np.array([1.0])}, {})
     low, high = stack.collections[0].get_paths()[0].get_extents().intervalx
     assert low < 8 < high
+
+
+PARTS = {
+    "curve": lambda axes: draw_curves(
+        axes, [Curve([{"step": i, "kl": 10.0**-i} for i in (1, 2)], "kl", "red", "KL")], {}, True
+    ),
+    "map": lambda axes: draw_map(
+        axes, [{"step": 1}, {"step": 2}], np.array([[1e-5], [1e-3]]), LogNorm(), "viridis"
+    ),
+    "stack": lambda axes: draw_stack(
+        axes, np.arange(3.0), {"a phase with a long name": np.full(3, 1e6)}, {}
+    ),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_labels_and_legends_lie_within_the_figure(part):
+    figure = Figure(figsize=MAP)
+    PARTS[part](figure.subplots())
+    fit(figure)
+    width, height = MAP
+    taken = figure.get_tightbbox()
+    assert taken.x0 >= 0 and taken.y0 >= 0 and taken.x1 <= width and taken.y1 <= height
+    assert taken.width > 0.85 * width and taken.height > 0.85 * height
+
+
+def test_powers_of_ten_are_plain_text(axes):
+    axes.set(yscale="log", ylim=(1e-3, 5e-3))
+    label_powers(axes.yaxis)
+    label = axes.yaxis.get_major_formatter()
+    assert [label(value) for value in (1e-3, 1.0, 1e12)] == ["10⁻³", "10⁰", "10¹²"]
+    between = axes.yaxis.get_minor_formatter()
+    between.set_locs([2e-3])
+    assert between(2e-3) == "2·10⁻³"
+
+    axes.set_yscale("symlog", linthresh=1e-4)
+    label_powers(axes.yaxis)
+    label = axes.yaxis.get_major_formatter()
+    assert [label(value) for value in (-1e-3, 0.0)] == ["−10⁻³", "0"]
