@@ -22,7 +22,7 @@ from sage_grpo.tools.prefer.heads import (
 )
 
 STUDY_PROMPTS = slice(0, 10)
-NEW_PROMPTS = slice(30, 38)
+NEW_PROMPTS = slice(30, 34)
 GROUP = 7  # clips of a prompt, so 210 pairs
 
 
@@ -69,7 +69,7 @@ def answers(liked, prompts, seed):
 @pytest.mark.slow
 @torch.no_grad()
 def test_heads_learn_the_taste_from_two_hundred_answers():
-    """Slow: 126 clips are sampled and read by the oracle. The fast test of the fit has a taste made of its features."""
+    """Slow: 98 clips are sampled and read by the oracle. The fast test of the fit has a taste made of its features."""
     prompts = open_prompts(seed=0)
     study_prompts = prompts[STUDY_PROMPTS]
     hidden, liked = material(study_prompts, seed=0)
@@ -86,5 +86,5 @@ def test_heads_learn_the_taste_from_two_hundred_answers():
         scores = raw_scores(new_hidden.double(), vectors)[:, 0].tolist()
         right = [value for _, value in ordered_rightly(scores, new_liked.tolist(), GROUP)]
         accuracy[name] = sum(right) / len(right)
-    assert accuracy["before"] < 0.78  # 0.72 of 72 pairs
-    assert accuracy["after"] > 0.88  # 0.96
+    assert accuracy["before"] < 0.78  # 0.67 of 33 pairs
+    assert accuracy["after"] > 0.88  # 0.94
