@@ -5,10 +5,13 @@ import math
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from sage_grpo.config.fields import Config
 from sage_grpo.models.denoiser import Denoiser
 from sage_grpo.train.optimization import Optimization
+from tests.dist import run_ranks
 
 
 def optimization(**flags):
@@ -22,6 +25,30 @@ def test_the_gradient_is_clipped_to_its_norm_and_no_further():
         optimized.parameters["w"].grad = torch.tensor([3.0, -4.0])
         assert optimized.clip() == pytest.approx(5.0)
         assert optimized.parameters["w"].grad.norm().item() == pytest.approx(expected, rel=1e-5)
+
+
+def clipped_twice(ranks):
+    """Local gradients and norm after our clipping and after torch's, of one sharded tensor and one without gradient."""
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    weights = {
+        name: torch.nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+        for name in ("w", "unused")
+    }
+    gradient = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    found = []
+    for clip in (
+        lambda: Optimization(Denoiser(), weights, Config(max_grad_norm=0.3)).clip(),
+        lambda: torch.nn.utils.clip_grad_norm_(weights.values(), 0.3).full_tensor().item(),
+    ):
+        weights["w"].grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        found.append((clip(), weights["w"].grad.to_local()))
+    return found
+
+
+def test_sharded_gradients_are_clipped_as_torch_does():
+    for (norm, gradient), (wanted_norm, wanted) in run_ranks(2, clipped_twice):
+        assert norm == wanted_norm > 0.3
+        assert torch.equal(gradient, wanted)
 
 
 def test_without_a_gradient_weights_decay_by_rate_times_decay():
