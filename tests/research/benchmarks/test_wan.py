@@ -5,10 +5,17 @@ import re
 import pytest
 import torch
 
+from research.benchmarks import parts
 from research.benchmarks import wan as script
 from sage_grpo.train import trainer as training
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about itself
+
+
+@pytest.fixture(autouse=True)
+def about_here(monkeypatch):
+    """Versions are those of this process; test_image_to_video.py starts one to ask."""
+    monkeypatch.setattr(script, "about", lambda: parts.versions() | {"command": "python"})
 
 
 @pytest.mark.slow

@@ -132,10 +132,10 @@ def uncompared(monkeypatch):
     monkeypatch.setattr(doctor, "check_samplers", lambda *arguments, **options: iter(()))
 
 
-def asked(doctor: Doctor, check: str, **flags: object) -> list[str]:
+def asked(doctor: Doctor, check: str, count: int = 3, **flags: object) -> list[str]:
     """The marks of a check that samples the embedded model, on few and small clips."""
     flags = SMALL | {"num_sampling_steps": 4} | flags
-    code = doctor("--prompts", "3", "--clips", "3", **flags)
+    code = doctor("--prompts", str(count), "--clips", str(count), **flags)
     assert code == 0, doctor.text
     return [finding["mark"] for finding in doctor.findings(check)]
 
@@ -166,7 +166,7 @@ def test_the_model_is_asked_what_a_run_cannot_tell(embedded_doctor, tmp_path):
     config = json.loads(config_file.read_text())
     config_file.write_text(json.dumps(config | {"scaling_factor": 2 * config["scaling_factor"]}))
     embedded_doctor.model = model
-    assert asked(embedded_doctor, "latents") == ["note"]
+    assert asked(embedded_doctor, "latents", count=2) == ["note"]
     assert embedded_doctor.findings("latents")[0]["numbers"]["ratio"] > 1.5
 
 
