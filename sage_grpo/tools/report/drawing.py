@@ -79,15 +79,18 @@ def panel(
 
 
 def fit(figure: Figure) -> None:
-    """Give the axes all that their labels leave. Matplotlib's own layouts draw a figure twice and measure it thrice."""
+    """Give the axes all that their labels leave, at least a tenth of the figure, however long a label is.
+
+    Matplotlib's own layouts draw a figure twice and measure it thrice.
+    """
     width, height = figure.get_size_inches()
     taken = figure.get_tightbbox()
     margins = figure.subplotpars
     figure.subplots_adjust(
-        left=margins.left + (MARGIN - taken.x0) / width,
-        right=margins.right + (width - MARGIN - taken.x1) / width,
-        bottom=margins.bottom + (MARGIN - taken.y0) / height,
-        top=margins.top + (height - MARGIN - taken.y1) / height,
+        left=min(0.45, margins.left + (MARGIN - taken.x0) / width),
+        right=max(0.55, margins.right + (width - MARGIN - taken.x1) / width),
+        bottom=min(0.45, margins.bottom + (MARGIN - taken.y0) / height),
+        top=max(0.55, margins.top + (height - MARGIN - taken.y1) / height),
     )
 
 

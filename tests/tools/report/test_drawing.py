@@ -100,6 +100,12 @@ def test_labels_and_legends_lie_within_the_figure(part):
     assert taken.width > 0.85 * width and taken.height > 0.85 * height
 
 
+def test_a_label_longer_than_the_figure_leaves_room_for_the_axes(axes):
+    draw_stack(axes, np.arange(3.0), {"long " * 100: np.ones(3)}, {})
+    fit(axes.figure)
+    assert axes.get_position().width >= 0.099 and axes.get_position().height > 0.5
+
+
 def test_powers_of_ten_are_plain_text(axes):
     axes.set(yscale="log", ylim=(1e-3, 5e-3))
     label_powers(axes.yaxis)
