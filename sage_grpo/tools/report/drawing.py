@@ -86,12 +86,11 @@ def fit(figure: Figure) -> None:
     width, height = figure.get_size_inches()
     taken = figure.get_tightbbox()
     margins = figure.subplotpars
-    figure.subplots_adjust(
-        left=min(0.45, margins.left + (MARGIN - taken.x0) / width),
-        right=max(0.55, margins.right + (width - MARGIN - taken.x1) / width),
-        bottom=min(0.45, margins.bottom + (MARGIN - taken.y0) / height),
-        top=max(0.55, margins.top + (height - MARGIN - taken.y1) / height),
-    )
+    left = min(0.8, margins.left + (MARGIN - taken.x0) / width)
+    right = margins.right + (width - MARGIN - taken.x1) / width
+    bottom = min(0.8, margins.bottom + (MARGIN - taken.y0) / height)
+    top = margins.top + (height - MARGIN - taken.y1) / height
+    figure.subplots_adjust(left, bottom, max(right, left + 0.1), max(top, bottom + 0.1))
 
 
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
