@@ -86,13 +86,13 @@ def made_once(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_folder(made_once):
-    """Of processes that know `narrow_glyphs`. Read-only: copy it before changing a file."""
+    """A tiny HunyuanVideo-1.5, which needs `narrow_glyphs` to load. Read-only: copy it before changing a file."""
     return made_once("tiny", lambda folder: write_tiny(folder, GLYPH_DIM))
 
 
 @pytest.fixture(scope="session")
 def program_folder(made_once):
-    """`tiny_folder` for programs in processes of their own. Read-only: copy it before changing a file."""
+    """`tiny_folder` in diffusers' own width, for programs that do not import the tests. Read-only."""
     return made_once("tiny_of_programs", lambda folder: write_tiny(folder, TinyConfig.glyph_dim))
 
 
