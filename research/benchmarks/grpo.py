@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 2**30 / total))
     with tempfile.TemporaryDirectory() as scratch:
-        fixed = "--reward_model contrast --report_to none --log_interval 1"
+        fixed = "--reward_model contrast --report_to none --log_interval 1 --validation_videos 0"
         config = parse([*rest, *fixed.split(), "--output_dir", f"{scratch}/run"])
         with join_ranks(600, sharded=config.enable_fsdp) as ranks:
             trainer = build_trainer(config, ranks)

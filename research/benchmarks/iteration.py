@@ -490,7 +490,7 @@ def main(arguments: list[str] | None = None) -> None:
     command = shlex.join(["python", "-m", "research.benchmarks.iteration", *arguments])
     # Nothing but iterations; the plain loop has no averaged weights, and every iteration is logged.
     bare = "--validate_at_step0 False --validation_interval 0 --save_interval 0 --report_to none"
-    bare += " --ema_decay 0 --log_interval 1"
+    bare += " --ema_decay 0 --log_interval 1 --validation_videos 0"
     with tempfile.TemporaryDirectory() as folder:
         run = ["--output_dir", folder, "--max_steps", str(flags.iterations + 1), *bare.split()]
         config = parse(["--config", flags.config, *others, *run])

@@ -85,7 +85,7 @@ LAYOUTS = {
     "4 ranks: FSDP2, dp 2 x sp 2": Layout(4, 2, "--sp_size 2 --enable_fsdp True"),
     "4 ranks: HSDP, 2 replicas of 2 shards": Layout(4, 4, "--enable_fsdp True --dp_replicate 2"),
 }
-VALIDATION = "--report_to none --validate_at_step0 False --validation_num_inference_steps 1 "
+VALIDATION = "--report_to none --validate_at_step0 False --validation_num_inference_steps 1 --validation_videos 0 "
 # With the default eps, a gradient that is all rounding moves its weight as far as any other.
 AGREE = (
     f"--config configs/tiny_cpu.yaml --max_steps 3 --log_interval 1 --adam_eps 1e-8 {VALIDATION}"

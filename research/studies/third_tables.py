@@ -383,22 +383,22 @@ def proposed_point(study_arms: Arms, reference: str, seeds: int) -> str | None:
     return max(spreads, key=spreads.__getitem__, default=None)
 
 
-def confirmed(
+def check_gaps(
     first: Mapping[int, Record],
     new: Mapping[int, Record],
     first_reference: Mapping[int, Record],
     new_reference: Mapping[int, Record],
-) -> bool:
-    """Whether a proposed point is taken: match holds with new seeds, and over all seeds spread is decidedly higher."""
-    if collapsed(new):
-        return False
+) -> tuple[Interval, Interval]:
+    """What the check of a proposed point decides by: its match minus the reference's with the new seeds, and its spread
+    minus the reference's with all seeds.
+    """
     match = gaps(new, new_reference, compute.last_match)
     spread = gaps({**first, **new}, {**first_reference, **new_reference}, end_spread)
-    return match.mean > -MARGIN and spread.mean - spread.half > 0
+    return match, spread
 
 
 def variety_decision(variety: Arms, check: Arms, reference: str, seeds: int) -> str:
-    """Which point of the trade-off the recipes take, in one sentence.
+    """Which point of the trade-off the recipes take, with the numbers of the check.
 
     check: the proposed arm and the reference with new seeds; empty while nothing is proposed.
     """
@@ -409,9 +409,20 @@ def variety_decision(variety: Arms, check: Arms, reference: str, seeds: int) -> 
         return f"By the registered rule the recipes keep their point, {reference}: no other may be proposed."
     if any(len(check.get(name, {})) < seeds for name in (arm, reference)):
         return f"Proposed is {arm}; not decided yet: runs with new seeds are left."
-    if confirmed(variety[arm], check[arm], variety[reference], check[reference]):
-        return f"By the registered rule the recipes take **{arm}**, which new seeds confirmed."
-    return f"By the registered rule the recipes keep their point, {reference}: new seeds did not confirm {arm}."
+
+    match, spread = check_gaps(variety[arm], check[arm], variety[reference], check[reference])
+    failed = num_collapsed(check[arm])
+    collapse = f" ({failed} of its runs collapsed)" if failed else ""
+    measured = (
+        f"Its match differs by {with_half(match, 3, '+')} with the new seeds{collapse}, its spread by "
+        f"{with_half(spread, 3, '+')} with all."
+    )
+    if not failed and match.mean > -MARGIN and spread.mean - spread.half > 0:
+        return f"By the registered rule the recipes take **{arm}**, which new seeds confirmed. {measured}"
+    return (
+        f"By the registered rule the recipes keep their point, {reference}: new seeds did not confirm {arm}. "
+        f"{measured}"
+    )
 
 
 def variety_table(

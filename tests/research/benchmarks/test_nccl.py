@@ -207,16 +207,21 @@ def test_two_ranks_are_started_and_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [script.GPU, script.CPU])
-def test_the_flags_of_all_runs_fit_together(sizes):
+def test_the_flags_of_all_runs_fit_together_and_need_no_ffmpeg(sizes):
+    def check(flags, ranks):
+        words = flags.split()
+        assert script.parse(words).validation_videos == 0
+        assert script.planned(words, ranks)["memory"]["rollout"] > 0
+
     for layout in script.LAYOUTS.values():
         if layout.ranks <= sizes.most_ranks:
-            words = f"{script.AGREE} {layout.flags} {sizes.agree_flags} --batch_size {sizes.clips // layout.dp}"
-            assert script.planned(words.split(), layout.ranks)["memory"]["rollout"] > 0
+            batch = f"--batch_size {sizes.clips // layout.dp}"
+            check(f"{script.AGREE} {layout.flags} {sizes.agree_flags} {batch}", layout.ranks)
     for ranks in (2, 4):
         share = f"--batch_size {4 // ranks} --micro_batch_size {4 // ranks}"
-        assert script.planned(f"{script.FULL} {share} {sizes.full_flags}".split(), ranks)
-    words = f"--config configs/hunyuan15_8gpu.yaml {script.RECIPE} {sizes.recipe_flags}"
-    assert script.planned(words.split(), sizes.recipe_ranks)
+        check(f"{script.FULL} {share} {sizes.full_flags}", ranks)
+    recipe = f"--config configs/hunyuan15_8gpu.yaml {script.RECIPE} {sizes.recipe_flags}"
+    check(recipe, sizes.recipe_ranks)
 
 
 def test_only_the_models_that_are_needed_are_written(tmp_path, monkeypatch):
