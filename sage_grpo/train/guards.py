@@ -98,7 +98,8 @@ class Guards:
         self.beat()
         stop = threading.Event()
         with heard(self._hear):
-            threading.Thread(target=self._watch, args=(stop,), daemon=True).start()
+            watcher = threading.Thread(target=self._watch, args=(stop,), daemon=True)
+            watcher.start()
             try:
                 try:
                     yield
@@ -120,6 +121,8 @@ class Guards:
                 raise
             finally:
                 stop.set()
+                # as the last to refer to the process group, it would destroy it while Python exits, which aborts
+                watcher.join()
                 self.listening = False
 
     def _hear(self, number: int, _: Any) -> None:

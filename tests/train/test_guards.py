@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -114,6 +115,19 @@ def test_a_status_is_left_however_training_ends(tmp_path):
     assert (status["state"], status["message"]) == ("failed", "'a bug'")
     record = json.loads((tmp_path / "flight" / "rank-00000.json").read_text())
     assert record["phase"] == "decode" and 'KeyError("a bug")' in "".join(record["error"])
+
+
+def test_no_thread_outlives_training(tmp_path):
+    """One that did would destroy the process group, if it referred to it last, and abort an interpreter that exits."""
+    before = set(threading.enumerate())
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # another thread only runs while this one waits
+    try:
+        with alone(tmp_path).watching(0, lambda: None):
+            assert len(set(threading.enumerate()) - before) == 1
+        assert set(threading.enumerate()) <= before
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_ranks_that_lost_each_other_are_one_sentence(tmp_path):
