@@ -45,7 +45,8 @@ CONFIG = "configs/hunyuan15_1gpu_lora.yaml"
 TRAIN = (
     f"{ALL_STEPS} --batch_size 4 --num_generations 4 "
     "--max_steps 2 --num_sampling_steps 4 --timestep_fraction 0.25 --report_to none --validate_at_step0 False "
-    "--validation_num_inference_steps 4 --validate_video_length 81 --validation_fixed_size 352x624 --validation_videos 0"
+    "--validation_num_inference_steps 4 --validate_video_length 81 --validation_fixed_size 352x624 "
+    "--validation_videos 0"
 )
 GENERATE = "--num_frames 81 --fixed_size 352x624 --num_inference_steps 10"
 # What a rehearsal on the CPU changes.
