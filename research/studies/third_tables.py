@@ -22,6 +22,7 @@ GOAL_RATIO = 0.6  # of those of the arm that trains all clips
 MARGIN = 0.05  # by which match or spread may be lower: a seed that is run twice differs by as much
 SPREAD = "classes if both match"
 PLACES = "places if both match"
+OPEN_MATCH = "match"  # of the prompts whose spread is measured
 NO_RESULTS = "No results yet.\n"
 BASE_MODEL = "base model"
 INTERVALS = "± and parentheses: 95 % intervals over seeds."
@@ -389,9 +390,7 @@ def check_gaps(
     first_reference: Mapping[int, Record],
     new_reference: Mapping[int, Record],
 ) -> tuple[Interval, Interval]:
-    """What the check of a proposed point decides by: its match minus the reference's with the new seeds, and its spread
-    minus the reference's with all seeds.
-    """
+    """The two differences from the reference that decide the check: match over the new seeds, spread over all."""
     match = gaps(new, new_reference, compute.last_match)
     spread = gaps({**first, **new}, {**first_reference, **new_reference}, end_spread)
     return match, spread
@@ -415,7 +414,7 @@ def variety_decision(variety: Arms, check: Arms, reference: str, seeds: int) -> 
     collapse = f" ({failed} of its runs collapsed)" if failed else ""
     measured = (
         f"Its match differs by {with_half(match, 3, '+')} with the new seeds{collapse}, its spread by "
-        f"{with_half(spread, 3, '+')} with all."
+        f"{with_half(spread, 3, '+')} with all seeds."
     )
     if not failed and match.mean > -MARGIN and spread.mean - spread.half > 0:
         return f"By the registered rule the recipes take **{arm}**, which new seeds confirmed. {measured}"
@@ -423,6 +422,35 @@ def variety_decision(variety: Arms, check: Arms, reference: str, seeds: int) -> 
         f"By the registered rule the recipes keep their point, {reference}: new seeds did not confirm {arm}. "
         f"{measured}"
     )
+
+
+def check_table(variety: Arms, check: Arms, reference: str) -> str:
+    """The points of the check with all seeds, those that proposed one and the new ones; empty before there are any."""
+    finished = with_results(check)
+    if reference not in finished:
+        return ""
+    pooled = {arm: {**variety[arm], **runs} for arm, runs in finished.items()}
+    base = pooled[reference]
+    rows = [
+        [
+            "point, all seeds",
+            "runs",
+            "gold match",
+            "minus today's",
+            "match of the open prompts",
+            "minus today's",
+            "spread, classes",
+            "minus today's",
+        ]
+    ]
+    open_match = partial(end_spread, kind=OPEN_MATCH)
+    for arm, runs in pooled.items():
+        cells = [arm, str(len(runs))]
+        for value, digits in ((compute.last_match, 2), (open_match, 2), (end_spread, 3)):
+            cells.append(with_half(mean_of(runs, value), digits))
+            cells.append("" if arm == reference else with_half(gaps(runs, base, value), 3, "+"))
+        rows.append(cells)
+    return f"\n{markdown(rows)}"
 
 
 def variety_table(
@@ -463,8 +491,10 @@ def variety_table(
         if arm == proposed:
             told = "**proposed**"
         rows.append([*cells, match_gap, spread, spread_gap, places, told])
-    decided = variety_decision(study_arms, check_of(runs_of_all), reference, seeds)
-    return f"{markdown(rows)}\n±: 95 % intervals over seeds. {decided}\n"
+    check = check_of(runs_of_all)
+    decided = variety_decision(study_arms, check, reference, seeds)
+    checked = check_table(study_arms, check, reference)
+    return f"{markdown(rows)}{checked}\n±: 95 % intervals over seeds. {decided}\n"
 
 
 def point_colors(curves: Sequence[Sequence[str]], reference: str) -> dict[str, str]:

@@ -121,7 +121,7 @@ class Guards:
                 raise
             finally:
                 stop.set()
-                # as the last to refer to the process group, it would destroy it while Python exits, which aborts
+                # if it held the last reference to the process group, it would destroy it while Python exits: an abort
                 watcher.join()
                 self.listening = False
 

@@ -118,7 +118,7 @@ def test_a_status_is_left_however_training_ends(tmp_path):
 
 
 def test_no_thread_outlives_training(tmp_path):
-    """One that did would destroy the process group, if it referred to it last, and abort an interpreter that exits."""
+    """One that held the last reference to the process group would destroy it while Python exits, which aborts."""
     before = set(threading.enumerate())
     interval = sys.getswitchinterval()
     sys.setswitchinterval(60)  # another thread only runs while this one waits

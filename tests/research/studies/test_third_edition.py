@@ -34,6 +34,7 @@ from research.studies.third_tables import (
     SPREAD,
     averaged_table,
     centering_table,
+    check_table,
     goal_table,
     log_ratios,
     sampler_table,
@@ -246,6 +247,7 @@ WIDER = "KL weight 3"
 HELD = {None: (0.95, 0.44), WIDER: (0.93, 0.52), "KL weight 10": (0.7, 0.53)}
 CHECKED = {  # ends with the first seeds, ends with the new ones, what the sentence says
     "confirmed": (HELD, HELD, f"take **{WIDER}**"),
+    "the spread of all seeds is higher": (HELD, HELD | {WIDER: (0.93, 0.44)}, f"take **{WIDER}**"),
     "the match of new seeds is lower": (HELD, HELD | {WIDER: (0.89, 0.52)}, f"confirm {WIDER}"),
     "the spread of new seeds is lower": (HELD, HELD | {WIDER: (0.95, 0.4)}, f"confirm {WIDER}"),
     "a new seed collapsed": (HELD, HELD | {WIDER: (0.95, 0.52, "lost")}, f"confirm {WIDER}"),
@@ -265,6 +267,21 @@ def test_a_point_with_more_spread_is_taken_if_new_seeds_confirm_it(case):
     assert expected in variety_decision(made, check, TODAYS_POINT, 4)
     made["all of 8"].pop(2)
     assert "Not decided yet" in variety_decision(made, check, TODAYS_POINT, 4)
+
+
+def test_the_check_of_a_point_is_told_in_numbers():
+    made = made_up(points(), HELD, range(1, 5))
+    pair = {arm: points()[arm] for arm in (TODAYS_POINT, WIDER)}
+    check = made_up(pair, HELD | {WIDER: (0.85, 0.5)}, range(5, 9))
+    told = variety_decision(made, check, TODAYS_POINT, 4)
+    assert "−0.100 ± 0.000 with the new seeds" in told and "+0.070 ± 0.009 with all" in told
+    table = check_table(made, check, TODAYS_POINT)
+    assert [line.split(" | ")[1] for line in table.splitlines()[3:]] == ["8", "8"]
+    assert "| 0.89 ± 0.03 | −0.060 ± 0.036 |" in table and "| +0.070 ± 0.009 |" in table
+    assert check_table(made, {}, TODAYS_POINT) == ""
+
+    lost = made_up(pair, HELD | {WIDER: (0.95, 0.52, "lost")}, range(5, 9))
+    assert "(4 of its runs collapsed)" in variety_decision(made, lost, TODAYS_POINT, 4)
 
 
 def test_guidance_waits_for_the_two_best_that_never_collapsed(tmp_path):
