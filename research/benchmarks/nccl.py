@@ -139,7 +139,7 @@ CPU = Sizes(
     },
     most_ranks=2,
     clips=4,
-    agree_flags="--num_generations 2 --num_sampling_steps 2 --num_frames 5 --height 16 --width 16",
+    agree_flags="--num_generations 2 --num_sampling_steps 2 --num_frames 9 --height 16 --width 16",
     link_ranks=2,
     link_bytes=1_000_000,
     recipe_ranks=2,
@@ -218,7 +218,10 @@ class Ranks:
             words = ["post_train.py", *flags, *layout.flags.split(), "--output_dir", run]
             words += ["--batch_size", self.sizes.clips // layout.dp]
             runs[name] = run
-            programs[name] = self.torchrun(layout.ranks, run.name, words, OMP_NUM_THREADS=1)
+            # fp32 throughout: cuDNN would use TF32 for convolutions, or not, depending on the size of the batch
+            programs[name] = self.torchrun(
+                layout.ranks, run.name, words, OMP_NUM_THREADS=1, NVIDIA_TF32_OVERRIDE=0
+            )
 
         layouts: dict[str, Any] = {}
         try:
