@@ -64,9 +64,9 @@ def agreement(part: Results, parts: Mapping[str, Any]) -> list[str]:
     head = ("layout", "largest weight difference", "of the change", "reward", "gradient norm", "KL", "equal weights",
             "ratio deviation")  # fmt: skip
     lines = [
-        "`assets/tiny` in fp32, without TF32, three iterations of 16 clips, `configs/tiny_cpu.yaml` with adam_eps 1e-8. "
-        "Of the change: norm of the difference over that of what training changed. Reward, gradient norm and KL are "
-        "the largest relative differences over the iterations.",
+        "`assets/tiny` in fp32, without TF32, three iterations of 16 clips, `configs/tiny_cpu.yaml` with adam_eps "
+        "1e-8. Of the change: norm of the difference over that of what training changed. Reward, gradient norm and "
+        "KL are the largest relative differences over the iterations.",
         "",
         *table(head, rows),
     ]
