@@ -139,6 +139,7 @@ CPU = Sizes(
     },
     most_ranks=2,
     clips=4,
+    # nine frames: the reward of assets/tiny samples eight
     agree_flags="--num_generations 2 --num_sampling_steps 2 --num_frames 9 --height 16 --width 16",
     link_ranks=2,
     link_bytes=1_000_000,
@@ -218,7 +219,7 @@ class Ranks:
             words = ["post_train.py", *flags, *layout.flags.split(), "--output_dir", run]
             words += ["--batch_size", self.sizes.clips // layout.dp]
             runs[name] = run
-            # fp32 throughout: cuDNN would use TF32 for convolutions, or not, depending on the size of the batch
+            # fp32 throughout: cuDNN may use TF32 for convolutions, depending on their sizes
             programs[name] = self.torchrun(
                 layout.ranks, run.name, words, OMP_NUM_THREADS=1, NVIDIA_TF32_OVERRIDE=0
             )
@@ -237,7 +238,7 @@ class Ranks:
         finally:
             for program in programs.values():
                 program.kill()
-        return {"layouts": layouts}
+        return {"layouts": layouts, "tf32": False}
 
     # link
 

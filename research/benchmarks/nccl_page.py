@@ -63,8 +63,9 @@ def agreement(part: Results, parts: Mapping[str, Any]) -> list[str]:
         rows.append([name, *cells, f"{layout['equal']:.1%}", f"{layout['ratio']:g}"])
     head = ("layout", "largest weight difference", "of the change", "reward", "gradient norm", "KL", "equal weights",
             "ratio deviation")  # fmt: skip
+    precision = "fp32" if part.get("tf32", True) else "fp32, without TF32"
     lines = [
-        "`assets/tiny` in fp32, without TF32, three iterations of 16 clips, `configs/tiny_cpu.yaml` with adam_eps "
+        f"`assets/tiny` in {precision}, three iterations of 16 clips, `configs/tiny_cpu.yaml` with adam_eps "
         "1e-8. Of the change: norm of the difference over that of what training changed. Reward, gradient norm and "
         "KL are the largest relative differences over the iterations.",
         "",

@@ -169,6 +169,32 @@ def test_the_page_says_when_the_recovery_is_exact(results):
     assert "bit-equal to those of the unbroken run" in " ".join(nccl_page.page(results).split())
 
 
+def test_layouts_are_compared_without_tf32(tmp_path, monkeypatch, results):
+    settings = []
+
+    class Failing:
+        begun = 0.0
+
+        def __init__(self, command, log, **variables):
+            settings.append(variables)
+
+        def wait(self, limit):
+            raise script.PartError("not started")
+
+        def kill(self):
+            pass
+
+    monkeypatch.setattr(script, "Program", Failing)
+    found = script.Ranks(tmp_path, script.GPU).agree(1)
+    assert len(settings) == len(script.LAYOUTS)
+    assert all(variables["NVIDIA_TF32_OVERRIDE"] == 0 for variables in settings)
+
+    sentence = "in fp32, without TF32, three iterations"
+    assert sentence not in " ".join(nccl_page.page(results).split())  # a page of older results
+    results["parts"]["agree"] = found | {"seconds": 1}
+    assert sentence in " ".join(nccl_page.page(results).split())
+
+
 @pytest.mark.parametrize("name", script.NAMES)
 def test_the_page_shows_what_failed_and_what_there_was(results, name):
     kept = {"recipe", "kill", "full2", "full4"} & {name}
