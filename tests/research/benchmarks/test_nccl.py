@@ -1,6 +1,7 @@
 """Several ranks on one device: two of them through the launcher, one killed, and the page of all parts."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -170,24 +171,11 @@ def test_the_page_says_when_the_recovery_is_exact(results):
 
 
 def test_layouts_are_compared_without_tf32(tmp_path, monkeypatch, results):
-    settings = []
-
-    class Failing:
-        begun = 0.0
-
-        def __init__(self, command, log, **variables):
-            settings.append(variables)
-
-        def wait(self, limit):
-            raise script.PartError("not started")
-
-        def kill(self):
-            pass
-
-    monkeypatch.setattr(script, "Program", Failing)
-    found = script.Ranks(tmp_path, script.GPU).agree(1)
-    assert len(settings) == len(script.LAYOUTS)
-    assert all(variables["NVIDIA_TF32_OVERRIDE"] == 0 for variables in settings)
+    tell = "import os; print('TF32', os.environ.get('NVIDIA_TF32_OVERRIDE', 'as by default'))"
+    monkeypatch.setattr(script, "python", lambda *_: [sys.executable, "-c", tell])
+    found = script.Ranks(tmp_path, script.GPU).agree(60)
+    told = [log.read_text().splitlines()[-1] for log in (tmp_path / "logs").iterdir()]
+    assert told == ["TF32 0"] * len(script.LAYOUTS)
 
     sentence = "in fp32, without TF32, three iterations"
     assert sentence not in " ".join(nccl_page.page(results).split())  # a page of older results
@@ -210,12 +198,13 @@ def test_the_page_shows_what_failed_and_what_there_was(results, name):
 
 
 @pytest.mark.slow
-def test_two_ranks_are_started_and_measured(tmp_path, monkeypatch):
+def test_two_ranks_are_started_compared_and_measured(tmp_path, monkeypatch):
     """Slow: real processes; the page is tested from records."""
     monkeypatch.setattr(script, "about", lambda *_: ABOUT)
     words = [
         "--rehearse",
         "--only",
+        "agree",
         "link",
         "--scratch",
         str(tmp_path),
@@ -227,7 +216,11 @@ def test_two_ranks_are_started_and_measured(tmp_path, monkeypatch):
     text = (tmp_path / "page.md").read_text()
     assert ended.value.code == 0, text
     found = json.loads((tmp_path / "page.json").read_text())["parts"]
-    assert list(found) == ["models", "link"] and list(found["link"]["speeds"]) == ["2"]
+    assert list(found) == ["agree", "models", "link"] and list(found["link"]["speeds"]) == ["2"]
+    layouts = found["agree"]["layouts"]
+    assert len(layouts) == 4 and all(layout["of_change"] < 1e-3 for layout in layouts.values()), (
+        text
+    )
     assert min(found["link"]["speeds"]["2"].values()) > 0 and "| groups of 2 | " in text
     assert not (tmp_path / "full").exists() and "full2: not run." in text
 
